@@ -1,0 +1,328 @@
+"""Train a byte-level GPT on Python's standard library, with the model sharded over ranks.
+
+    python examples/train_gpt.py                       starts its ranks: one a core or CUDA device
+    torchrun --nproc-per-node 4 examples/train_gpt.py  uses torchrun's
+    python examples/train_gpt.py --plan                prints where every parameter lies, and leaves
+    python examples/train_gpt.py --resume --ranks 3    continues the last run, here on 3 ranks
+
+It ends with bits per byte on files that were held out, beside those of models that only count
+which byte follows which one or two.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.run import main as torchrun
+from tqdm import tqdm
+
+import checkpoints
+from gpt import GPT, GPTConfig, generate
+from sharding import layout
+from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
+from vfsdp_optim import AdamW, MixedPrecisionPolicy, Muon, fully_shard, param_groups
+
+SIZES = {
+    "tiny": GPTConfig(layers=2, width=32, heads=2, context=32),  # for tests
+    "small": GPTConfig(layers=4, width=128, heads=4, context=128),  # for CPUs
+    "base": GPTConfig(layers=12, width=768, heads=12, context=1024),  # for GPUs
+}
+SEQUENCES = 24  # in a global batch, however many ranks share it; 2, 3 and 4 share it evenly
+HELD_OUT_BATCHES = 40  # of SEQUENCES windows each
+REPORT_EVERY = 10  # steps; reading a loss makes the host wait for the device
+PROMPT = b"class "
+
+LEARNING_RATES = {"muon": 0.02, "adamw": 8e-3}  # beside Muon, AdamW has its own too
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Who this process is among the ranks, and where it computes."""
+
+    rank: int
+    size: int
+    device: torch.device
+
+    def share(self, batch: Tensor) -> Tensor:
+        """Returns this rank's rows of a global batch, on its device."""
+        return batch[self.rank :: self.size].to(self.device)
+
+
+# -- what to do ------------------------------------------------------------------------------------
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line, and refuses early what cannot work."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    option = parser.add_argument
+    option("--optimizer", choices=LEARNING_RATES, default="muon")
+    option("--lr", type=float, help=f"peak learning rate (default: {LEARNING_RATES})")
+    option("--steps", type=int, default=800, help="(default: 800)")
+    option("--size", choices=SIZES, default="small", help="of the model (default: small)")
+    option(
+        "--dtype", choices=("fp32", "bf16"), default="fp32", help="to compute in; shards are fp32"
+    )
+    option("--ranks", type=int, help="(default: CUDA devices, or cores but at least 2)")
+    option("--seed", type=int, default=0, help="of weights and data (default: 0)")
+    option("--checkpoint", type=Path, metavar="DIR", help="(default: runs/OPTIMIZER)")
+    option("--save-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
+    option("--resume", action="store_true", help="continue the run in DIR")
+    option("--plan", action="store_true", help="print the layout and leave")
+    args = parser.parse_args()
+    args.checkpoint = args.checkpoint or Path("runs") / args.optimizer
+    for name in ("steps", "save_every", "ranks"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"expected --{name.replace('_', '-')} of at least 1, got {value!r}")
+    if not args.plan:
+        try:
+            checkpoints.check(args.checkpoint, settings(args), resume=args.resume)
+        except (OSError, ValueError) as error:
+            parser.error(str(error))
+    return args
+
+
+def settings(args: argparse.Namespace) -> dict[str, str | int]:
+    """Returns the options that a resumed run shares with the one that was saved."""
+    return {"size": args.size, "optimizer": args.optimizer, "seed": args.seed}
+
+
+# -- ranks -----------------------------------------------------------------------------------------
+
+
+def cores() -> int:
+    """Returns how many cores this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def start_ranks(count: int | None) -> None:
+    """Runs this script under torchrun, which forwards signals and ends all ranks when one fails."""
+    if count is None:
+        count = torch.cuda.device_count() or min(max(cores(), 2), SEQUENCES)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun warns that it does this
+    torchrun(["--standalone", "--nproc-per-node", str(count), __file__, *sys.argv[1:]])
+
+
+def join_ranks(requested: int | None) -> World:
+    """Joins the ranks that torchrun started: on CUDA devices with NCCL, or on cores with gloo.
+
+    Raises:
+        RuntimeError: There are more ranks than CUDA devices, or than sequences in a batch, or
+            other than requested.
+    """
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    local_rank, local_size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    if requested not in (None, size):
+        raise RuntimeError(
+            f"expected --ranks {size}, as torchrun started, got {requested!r}: omit it"
+        )
+    if size > SEQUENCES:
+        raise RuntimeError(
+            f"expected at most {SEQUENCES} ranks, as many as a batch has sequences, got {size!r}: "
+            "start fewer"
+        )
+    if not torch.cuda.is_available():
+        torch.set_num_threads(max(1, cores() // local_size))
+        dist.init_process_group("gloo")
+        return World(rank, size, torch.device("cpu"))
+    if local_size > torch.cuda.device_count():
+        raise RuntimeError(
+            f"expected at most {torch.cuda.device_count()} ranks, one a CUDA device, "
+            f"got {local_size!r}: start fewer, or set CUDA_VISIBLE_DEVICES= for CPU ranks"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl", device_id=device)
+    return World(rank, size, device)
+
+
+# -- training --------------------------------------------------------------------------------------
+
+
+def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
+    """Returns a sharded model and its optimizer, before the first step."""
+    torch.manual_seed(args.seed)  # the same weights on every rank
+    with world.device:
+        model = GPT(SIZES[args.size])
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    policy = MixedPrecisionPolicy()
+    if args.dtype == "bf16":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+    lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
+    adamw = dict(betas=(0.9, 0.95), weight_decay=0.01)
+    if args.optimizer == "adamw":
+        return checkpoints.Run(model, AdamW(model.parameters(), lr=lr, **adamw))
+    # Muon takes the hidden matrices; the embedding, the head and the gains of norms are AdamW's.
+    groups = param_groups(model, adamw=dict(lr=LEARNING_RATES["adamw"], **adamw))
+    return checkpoints.Run(model, Muon(groups, lr=lr))
+
+
+def schedule(step: int, steps: int) -> float:
+    """Returns the factor on learning rates: up for 1/20 of the steps, flat, down to 0 from 1/2."""
+    return min(1.0, 20 * (step + 1) / steps, 2 * (steps - step) / steps)
+
+
+def share_of_loss(model: nn.Module, batch: Tensor, world: World) -> Tensor:
+    """Returns this rank's part of the loss of a (B, T + 1) global batch; the parts add up.
+
+    Dividing by the bytes of the whole batch weighs every byte alike, also where some ranks have a
+    sequence more than others.
+    """
+    tokens = world.share(batch)  # (B / ranks, T + 1)
+    logits = model(tokens[:, :-1])  # (B / ranks, T, V)
+    losses = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+    return losses / batch[:, 1:].numel()
+
+
+def train(run: checkpoints.Run, text: Tensor, args: argparse.Namespace, world: World) -> None:
+    """Takes the steps that are left; saves every --save-every steps and at the end.
+
+    Raises:
+        RuntimeError: The loss is no longer finite.
+    """
+    context = SIZES[args.size].context
+    peaks = [group["lr"] for group in run.optimizer.param_groups]
+    if args.resume:
+        checkpoints.load(args.checkpoint, run)
+    elif world.rank == 0:
+        checkpoints.delete(args.checkpoint)
+    bar = tqdm(
+        total=args.steps * SEQUENCES * context,
+        initial=run.step * SEQUENCES * context,
+        unit=" tokens",
+        unit_scale=True,
+        mininterval=0.2 if sys.stderr.isatty() else 30,
+        disable=world.rank != 0,
+    )
+    for step in range(run.step, args.steps):
+        for group, peak in zip(run.optimizer.param_groups, peaks, strict=True):
+            group["lr"] = peak * schedule(step, args.steps)
+        batch = training_batch(text, step=step, seed=args.seed, sequences=SEQUENCES, length=context)
+        loss = share_of_loss(run.model, batch, world)
+        # Gradients are averaged over ranks, while these losses add up to the mean.
+        (loss * world.size).backward()
+        run.optimizer.step()
+        run.optimizer.zero_grad()
+        loss = loss.detach()
+        dist.all_reduce(loss)
+        run.losses.append(loss)
+        if run.step % REPORT_EVERY == 0 or run.step == args.steps:
+            show_progress(bar, run)
+        bar.update(SEQUENCES * context)
+        if run.step % args.save_every == 0 or run.step == args.steps:
+            checkpoints.save(args.checkpoint, run, settings(args))
+    bar.close()
+
+
+def show_progress(bar: tqdm, run: checkpoints.Run) -> None:
+    """Puts the step and the last loss into the bar.
+
+    Raises:
+        RuntimeError: The loss is not finite. Every rank has the same loss, so every rank raises.
+    """
+    loss = run.losses[-1].item()
+    if not math.isfinite(loss):
+        raise RuntimeError(f"expected a finite loss, got {loss!r} at step {run.step}: lower --lr")
+    bar.set_postfix(step=run.step, bits_per_byte=f"{loss / math.log(2):.3f}", refresh=False)
+
+
+@torch.no_grad()
+def held_out_bits(model: nn.Module, windows: Tensor, world: World) -> float:
+    """Returns bits a byte over (N, T + 1) windows, N a multiple of SEQUENCES."""
+    batches = windows.split(SEQUENCES)
+    total = torch.zeros((), device=world.device)
+    for batch in batches:
+        total += share_of_loss(model, batch, world)
+    dist.all_reduce(total)
+    return total.item() / len(batches) / math.log(2)
+
+
+# -- report ----------------------------------------------------------------------------------------
+
+
+def sample(model: nn.Module, context: int, device: torch.device) -> str:
+    """Returns text that the model wrote after PROMPT. Every rank calls it."""
+    prompt = torch.frombuffer(bytearray(PROMPT), dtype=torch.uint8).long().to(device)
+    written = generate(model, prompt, 300, context=context)
+    return bytes(written.tolist()).decode(errors="replace")
+
+
+def draw_losses(path: Path, losses: list[float], byte_models: dict[str, float]) -> None:
+    """Draws the loss of each step, bits a byte, and a line a byte model."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(losses, linewidth=0.8, label="GPT, training batch")
+    for i, (name, bits) in enumerate(byte_models.items()):
+        axes.axhline(bits, color=f"C{i + 1}", linestyle="--", label=f"{name}, held out")
+    axes.set(xlabel="step", ylabel="bits per byte", ylim=(0, 8))
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def write_report(run: checkpoints.Run, bits: dict[str, float], text: str, directory: Path) -> None:
+    """Prints held-out bits a byte and a sample; writes both and the losses beside the checkpoints.
+
+    Args:
+        run: After its last step.
+        bits: Held-out bits a byte of each byte model, and of the GPT under "GPT".
+        text: What the model wrote.
+        directory: Where `report.json` and `loss.png` go.
+    """
+    losses = [loss.item() / math.log(2) for loss in run.losses]
+    byte_models = {name: value for name, value in bits.items() if name != "GPT"}
+    draw_losses(directory / "loss.png", losses, byte_models)
+    report = {"held_out_bits": bits, "losses": losses, "sample": text}
+    (directory / checkpoints.REPORT).write_text(json.dumps(report))
+    print(f"\na sample\n{text}\n\nbits per byte on held-out files")
+    for name, value in bits.items():
+        print(f"  {name:<20} {value:.3f}")
+    print(f"loss curve and report: {directory}/loss.png, {checkpoints.REPORT}")
+
+
+def main() -> None:
+    """Starts ranks if there are none; each of them builds, trains, measures, reports."""
+    args = parse_arguments()
+    if not dist.is_torchelastic_launched():
+        start_ranks(args.ranks)
+        return
+    world = join_ranks(args.ranks)
+    run = build(args, world)
+    tables = f"{layout(run.model)}\n{run.optimizer.plan()}"
+    if world.rank == 0:
+        print(tables, flush=True)
+    if not args.plan:
+        corpus = read_corpus()
+        context = SIZES[args.size].context
+        train(run, corpus.training, args, world)
+        windows = spread_windows(
+            corpus.held_out, count=HELD_OUT_BATCHES * SEQUENCES, length=context
+        )
+        bits = {"GPT": held_out_bits(run.model, windows, world)}
+        text = sample(run.model, context, world.device)
+        if world.rank == 0:
+            for order in (2, 1):
+                model = ByteModel(corpus.training, order=order)
+                bits[f"order-{order} byte model"] = model.bits(windows)
+            write_report(run, bits, text, args.checkpoint)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

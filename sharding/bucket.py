@@ -1,0 +1,342 @@
+"""Bucket: the parameters that one `fully_shard` call moves together, and the verbs that move them.
+
+May touch: modules' parameter slots, a `Transport`, its `DistributedBuffer`s. Knows nothing of
+hooks, of other buckets or of autograd's order: `state.py` calls the verbs at the right moments.
+
+    unshard -> wait_for_unshard -> (compute) -> reshard
+    accumulate_grad (per parameter) -> reduce_grads -> wait_for_reduce
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from sharding.buffer import DistributedBuffer, Workspace
+from sharding.collectives import Pending, PendingMean, Transport, next_tag
+from sharding.negotiation import BucketPlan
+from sharding.placement import RaggedShard
+from sharding.planner import ALIGN
+from sharding.ragged_tensor import RaggedDTensor
+
+
+class ShardedState(Enum):
+    """Which parameters a bucket's modules hold."""
+
+    SHARDED = auto()  # sharded parameters registered, no unsharded memory
+    IN_FLIGHT = auto()  # sharded parameters registered, the gather is running
+    UNSHARDED = auto()  # unsharded parameters registered
+
+
+@dataclass(slots=True)
+class BucketParameter:
+    """One parameter: where modules hold it, and its sharded and unsharded forms."""
+
+    fqn: str
+    sites: list[tuple[nn.Module, str]]  # several when tied
+    segment: int
+    index: int  # in the segment
+    sharded: nn.Parameter  # RaggedDTensor over the shard
+    unsharded: nn.Parameter  # view of the gathered buffer
+    sharded_grad: RaggedDTensor | None = None  # made once, over the averaged gradient
+
+
+@dataclass(slots=True)
+class _Reduction:
+    """A reduction in flight: one pending mean per segment, and who saw a gradient."""
+
+    means: list[PendingMean]
+    seen: set[int] = field(default_factory=set)
+
+
+class Bucket:
+    """Flat buffers of one `fully_shard` call and their collectives.
+
+    Args:
+        plan: Where every parameter lies.
+        sites: For each parameter of the plan, the (module, name) pairs that hold it.
+        mesh: 1-D device mesh to shard over.
+        mp_policy: torch's policy; reductions default to the compute dtype.
+        device: Where the shards live.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        sites: Sequence[list[tuple[nn.Module, str]]],
+        *,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.name = plan.name
+        self.mesh = mesh
+        self.group: dist.ProcessGroup = mesh.get_group()
+        self.transport = Transport(self.group)
+        self.device = device
+        self.state = ShardedState.SHARDED
+        self.requires_gradient_sync = True
+        self.reshard_after_backward = True
+        self.grad_ready: Callable[[Bucket], None] | None = None  # called after every gradient
+        self.buffers = [
+            self._make_buffer(plan, segment, mp_policy) for segment in range(len(plan.segments))
+        ]
+        # Two tags a segment: one for the gather, one for the reduction.
+        self._tags = [(next_tag(self.group), next_tag(self.group)) for _ in self.buffers]
+        self.parameters = [
+            self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
+        ]
+        self._gathers: list[Pending] = []
+        self._members: list[list[int]] = [
+            [i for i, p in enumerate(self.parameters) if p.segment == segment]
+            for segment in range(len(self.buffers))
+        ]
+        self._trainable: set[int] = set()  # as of the last unshard
+        self._arrived: set[int] = set()  # gradients of this backward
+        self._seen: set[int] = set()  # gradients since the last reduction
+        self._reduction: _Reduction | None = None
+        self._register(lambda parameter: parameter.sharded)
+
+    def _make_buffer(
+        self, plan: BucketPlan, segment: int, mp_policy: MixedPrecisionPolicy
+    ) -> DistributedBuffer:
+        dtype: torch.dtype = getattr(torch, plan.dtypes[segment])
+        compute = (mp_policy.param_dtype or dtype) if dtype.is_floating_point else dtype
+        reduce = (mp_policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
+        return DistributedBuffer(
+            plan.segments[segment],
+            self.transport.rank,
+            dtype=dtype,
+            compute_dtype=compute,
+            reduce_dtype=reduce,
+            device=self.device,
+        )
+
+    def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
+        """Copies this rank's elements of one parameter and builds both of its forms."""
+        spec = self.plan.params[i]
+        segment, index = self.plan.location[i]
+        buffer = self.buffers[segment]
+        module, name = sites[0]
+        original = module._parameters[name]
+        if original is None:
+            raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
+        if original.device.type != "meta":
+            buffer.copy_from_full(index, original)
+        local = buffer.local_view(index)
+        sharded = nn.Parameter(
+            self.ragged(i, local),
+            requires_grad=original.requires_grad,
+        )
+        unsharded = buffer.unsharded_parameter(index, spec.shape)
+        parameter = BucketParameter(spec.fqn, sites, segment, index, sharded, unsharded)
+        if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
+            unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
+            unsharded.register_post_accumulate_grad_hook(lambda _: self.accumulate_grad(i))
+            unsharded.requires_grad_(original.requires_grad)
+        return parameter
+
+    def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
+        """A RaggedDTensor of parameter `i`'s shape and layout over `local`."""
+        spec = self.plan.params[i]
+        segment, index = self.plan.location[i]
+        plan = self.plan.segments[segment]
+        granule = plan.tensors[index].granule
+        placement = RaggedShard.from_range(
+            len(spec.shape),
+            plan.tensors[index].numel,
+            plan.offsets[index],
+            plan.shard_numel,
+            plan.world_size,
+            granule.numel if granule.is_plain else ALIGN,  # all cuts are multiples of ALIGN
+        )
+        return RaggedDTensor.from_local(local, self.mesh, placement, spec.shape)
+
+    def _register(self, form: Callable[[BucketParameter], nn.Parameter]) -> None:
+        for parameter in self.parameters:
+            tensor = form(parameter)
+            for module, name in parameter.sites:
+                module._parameters[name] = tensor
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Starts the gather of this bucket, unless it runs or is done."""
+        if self.state is not ShardedState.SHARDED:
+            return
+        for buffer, (tag, _) in zip(self.buffers, self._tags, strict=True):
+            buffer.allocate_unsharded()
+            self._gathers.append(self.transport.all_gather_(buffer.unsharded, tag))
+        self.state = ShardedState.IN_FLIGHT
+
+    def wait_for_unshard(self) -> None:
+        """Completes the gather and registers the unsharded parameters."""
+        self.unshard()
+        if self.state is ShardedState.UNSHARDED:
+            return
+        self._finish_gathers()
+        self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
+        for i, parameter in enumerate(self.parameters):
+            parameter.unsharded.requires_grad_(i in self._trainable)
+        self._register(lambda parameter: parameter.unsharded)
+        self.state = ShardedState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters and frees the unsharded memory."""
+        if self.state is ShardedState.SHARDED:
+            return
+        self._finish_gathers()
+        self._register(lambda parameter: parameter.sharded)
+        for buffer in self.buffers:
+            buffer.free_unsharded()
+        self.state = ShardedState.SHARDED
+
+    def _finish_gathers(self) -> None:
+        for gather in self._gathers:
+            gather.wait()
+        self._gathers.clear()
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any parameter of the bucket is trainable."""
+        return bool(self._trainable)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient arrived that no reduction has taken yet."""
+        return bool(self._seen)
+
+    @property
+    def all_gradients_arrived(self) -> bool:
+        """Whether every trainable parameter got its gradient in this backward."""
+        return len(self._arrived) == len(self._trainable)
+
+    def begin_backward(self) -> None:
+        """Forgets which gradients arrived in earlier backwards; their values stay in the slots."""
+        self._arrived.clear()
+
+    def drop_gradients(self) -> None:
+        """Discards gradients that no reduction has taken yet."""
+        for parameter in self.parameters:
+            parameter.unsharded.grad = None
+        for buffer in self.buffers:
+            buffer.give_back_slots(self.workspace)
+        self._arrived.clear()
+        self._seen.clear()
+
+    def set_workspace(self, workspace: Workspace) -> None:
+        """The scratch memory that all buckets of one model borrow from."""
+        self.workspace = workspace
+
+    @torch.no_grad()
+    def accumulate_grad(self, i: int) -> None:
+        """Moves an unsharded gradient into the slots; runs when autograd has accumulated it.
+
+        The gradient is copied out and freed at once, cast to the reduce dtype: one read and one
+        write, where a preset `.grad` view would be cleared, read and written again.
+
+        Raises:
+            NotImplementedError: The gradient is sparse.
+        """
+        parameter = self.parameters[i]
+        grad, parameter.unsharded.grad = parameter.unsharded.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{parameter.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
+                f"sharded: build the module with sparse=False"
+            )
+        buffer = self.buffers[parameter.segment]
+        if buffer.grad_slots is None:
+            buffer.borrow_grad_slots(self.workspace)
+        buffer.write_grad(parameter.index, grad, accumulate=i in self._seen)
+        self._seen.add(i)
+        self._arrived.add(i)
+        if self.grad_ready is not None:
+            self.grad_ready(self)
+
+    @torch.no_grad()
+    def reduce_grads(self) -> None:
+        """Starts the average of all gradients of the bucket, zeros for those that are missing.
+
+        The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
+        leave the others waiting (pytorch#158719).
+        """
+        if self._reduction is not None:
+            raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
+        means = []
+        for segment, (buffer, (_, tag)) in enumerate(zip(self.buffers, self._tags, strict=True)):
+            if buffer.grad_slots is None:
+                buffer.borrow_grad_slots(self.workspace)
+            for i in self._members[segment]:
+                if i not in self._seen:
+                    buffer.zero_grad(self.parameters[i].index)
+            seen = [self.parameters[i].index for i in self._members[segment] if i in self._seen]
+            buffer.mark_seen(seen)
+            slots = buffer.grad_slots
+            if slots is None:
+                raise RuntimeError("the gradient slots were just borrowed")
+            numel = self.transport.reduce_workspace_numel(buffer.slot_numel)
+            received = buffer.borrow_receive(self.workspace, numel)
+            means.append(self.transport.reduce_scatter_(slots.view(-1), received, tag))
+        self._reduction = _Reduction(means, self._seen)
+        self._seen = set()
+        self._arrived.clear()
+
+    @torch.no_grad()
+    def wait_for_reduce(self) -> None:
+        """Completes the average and sets (or adds to) the sharded gradients."""
+        if self._reduction is None:
+            return
+        reduction, self._reduction = self._reduction, None
+        for segment, mean in enumerate(reduction.means):
+            self._write_sharded_grads(segment, mean, reduction.seen)
+            self.buffers[segment].give_back_slots(self.workspace)
+
+    def _write_sharded_grads(self, segment: int, mean: PendingMean, seen: set[int]) -> None:
+        buffer = self.buffers[segment]
+        members = self._members[segment]
+        present = [i for i in members if self.parameters[i].sharded.grad is not None]
+        reduced = buffer.reduced()
+        if present:
+            self._prepare_accumulation(buffer, members)
+        mean.wait_into(reduced, accumulate=bool(present))
+        buffer.zero_grad_padding()
+        for i in members:
+            parameter = self.parameters[i]
+            if not parameter.sharded.requires_grad:
+                continue
+            # Only a rank that saw no gradient reads the flags: no host sync in the usual step.
+            if i in seen or i in present or buffer.any_rank_saw(parameter.index):
+                parameter.sharded.grad = self._sharded_grad(i)
+
+    def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
+        """Makes the flat gradient hold exactly the gradients that the user sees."""
+        for i in members:
+            parameter = self.parameters[i]
+            view = buffer.local_grad_view(parameter.index)
+            grad = parameter.sharded.grad
+            if grad is None:
+                view.zero_()
+                buffer.clear_flag(parameter.index)
+            elif grad is not parameter.sharded_grad:  # set by the user
+                view.copy_(grad.to_local() if isinstance(grad, RaggedDTensor) else grad)
+
+    def _sharded_grad(self, i: int) -> RaggedDTensor:
+        parameter = self.parameters[i]
+        if parameter.sharded_grad is None:
+            buffer = self.buffers[parameter.segment]
+            parameter.sharded_grad = self.ragged(i, buffer.local_grad_view(parameter.index))
+        return parameter.sharded_grad

@@ -1,0 +1,284 @@
+"""DistributedBuffer: the flat memory of one segment of a bucket, and the views of it.
+
+May touch: tensors. Communicates nothing and decides nothing: a `SegmentPlan` says where everything
+lies, a `Bucket` says when.
+
+[Note: buffer lifetimes]
+A segment has up to four flat tensors:
+
+    shard       (S,)        parameter dtype  lives as long as the bucket; the sharded parameters
+                                             and the optimizer work on views of it
+    shard_grad  (S + F,)    parameter dtype  from the first reduction on; sharded `.grad`s are
+                                             views of it
+    unsharded   (W * S,)    compute dtype    storage exists between unshard and reshard
+    grad slots  (W, S + F)  reduce dtype     borrowed from the `Workspace` from the first gradient
+                                             of a backward until its reduction has finished
+
+F elements at the end of each gradient slot hold the seen-flags: 1 where this rank saw a gradient of
+the parameter. They travel and are averaged with the gradients, so that afterwards every rank can
+tell "zero" from "no rank had one" without a collective of its own.
+
+`unsharded` keeps one Storage for ever and only resizes it: tensors that autograd saved (a weight,
+its transpose) alias that Storage, and find the values again after the next unshard.
+Unsharded parameters are made from `.data` views, so that each has its own version counter and the
+gather does not look like an in-place change to autograd.
+
+Padding is zero in `shard` and `shard_grad` at rest. In the other two it is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sharding.planner import SegmentPlan
+
+FLAG_ALIGN = 16  # slots stay 16-byte aligned in every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPiece:
+    """Where a run of a tensor's elements lies in the (W, slot) gradient buffer."""
+
+    row: int  # first rank's slot
+    rows: int  # how many slots it spans, `width` elements in each
+    column: int
+    width: int
+    source: int  # first element in the flattened tensor
+
+
+def slot_pieces(offset: int, numel: int, shard_numel: int) -> tuple[SlotPiece, ...]:
+    """Cuts [offset, offset + numel) at multiples of `shard_numel` into at most 3 rectangles.
+
+    >>> slot_pieces(offset=6, numel=14, shard_numel=8)
+    (SlotPiece(row=0, rows=1, column=6, width=2, source=0), SlotPiece(row=1, rows=1, column=0, \
+width=8, source=2), SlotPiece(row=2, rows=1, column=0, width=4, source=10))
+    """
+    pieces = []
+    row, column = divmod(offset, shard_numel)
+    done = 0
+    if column or numel < shard_numel:  # head
+        width = min(numel, shard_numel - column)
+        if width:
+            pieces.append(SlotPiece(row, 1, column, width, 0))
+        done, row = width, row + 1
+    whole = (numel - done) // shard_numel
+    if whole:
+        pieces.append(SlotPiece(row, whole, 0, shard_numel, done))
+        done, row = done + whole * shard_numel, row + whole
+    if done < numel:
+        pieces.append(SlotPiece(row, 1, 0, numel - done, done))
+    return tuple(pieces)
+
+
+class Workspace:
+    """Flat scratch tensors that buckets borrow in turn, kept for the next borrower.
+
+    The reductions of a step need two or three of them at a time, whatever the number of buckets.
+    Reuse saves the page faults of fresh allocations on CPU and keeps the peak the same every step.
+    """
+
+    def __init__(self) -> None:
+        self._free: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of at least `numel` elements, uninitialised; give it back with `give_back`."""
+        free = self._free.setdefault((device, dtype), [])
+        fitting = [i for i, tensor in enumerate(free) if tensor.numel() >= numel]
+        if fitting:
+            return free.pop(min(fitting, key=lambda i: free[i].numel()))
+        if free:  # none is long enough: replace one instead of keeping both
+            free.pop()
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensor: Tensor) -> None:
+        """Makes a borrowed tensor available again."""
+        self._free.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+
+
+class DistributedBuffer:
+    """The flat tensors of one segment. See [Note: buffer lifetimes]."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype
+        self.reduce_dtype = reduce_dtype
+        self.device = device
+        count = len(plan.tensors)
+        self.flag_numel = -(-count // FLAG_ALIGN) * FLAG_ALIGN
+        self.slot_numel = plan.shard_numel + self.flag_numel
+        self.shard = torch.zeros(plan.shard_numel, dtype=dtype, device=device)  # (S,)
+        self.shard_grad: Tensor | None = None  # (S + F,)
+        self.unsharded = torch.empty(
+            plan.world_size * plan.shard_numel, dtype=compute_dtype, device=device
+        )  # (W * S,)
+        self.free_unsharded()
+        self.grad_slots: Tensor | None = None  # (W, S + F), borrowed
+        self._borrowed: list[Tensor] = []
+        self._pieces = [
+            slot_pieces(plan.offsets[i], plan.tensors[i].numel, plan.shard_numel)
+            for i in range(count)
+        ]
+        self.local_ranges = [self._local_range(i) for i in range(count)]
+        self._gaps = self._local_gaps()
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def _local_range(self, index: int) -> tuple[int, int]:
+        """Where tensor `index` lies in this rank's shard; (0, 0) if it has no element here."""
+        start = self.rank * self.plan.shard_numel
+        for rank, low, high in self.plan.ranges(index):
+            if rank == self.rank:
+                first = self.plan.offsets[index] + low - start
+                return first, first + high - low
+        return 0, 0
+
+    def _local_gaps(self) -> list[tuple[int, int]]:
+        """The padding of this rank's shard."""
+        gaps, end = [], 0
+        for low, high in sorted(r for r in self.local_ranges if r[0] < r[1]):
+            if low > end:
+                gaps.append((end, low))
+            end = high
+        if end < self.plan.shard_numel:
+            gaps.append((end, self.plan.shard_numel))
+        return gaps
+
+    def local_view(self, index: int) -> Tensor:
+        """(n_local,), this rank's elements of tensor `index` in the shard."""
+        low, high = self.local_ranges[index]
+        return self.shard[low:high]
+
+    def local_grad_view(self, index: int) -> Tensor:
+        """(n_local,), this rank's elements of the averaged gradient of tensor `index`."""
+        low, high = self.local_ranges[index]
+        return self.reduced()[low:high]
+
+    def copy_from_full(self, index: int, full: Tensor) -> None:
+        """Copies this rank's elements of a full tensor into the shard."""
+        low, high = self.local_ranges[index]
+        if low < high:
+            first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
+            self.shard[low:high].copy_(full.detach().reshape(-1)[first : first + high - low])
+
+    def unsharded_parameter(self, index: int, shape: Sequence[int]) -> nn.Parameter:
+        """A parameter of the given shape that aliases the gathered buffer."""
+        offset, numel = self.plan.offsets[index], self.plan.tensors[index].numel
+        nbytes = self.unsharded.numel() * self.unsharded.element_size()
+        freed = self.unsharded.untyped_storage().size() == 0
+        if freed:  # a view needs its storage to exist
+            self.unsharded.untyped_storage().resize_(nbytes)
+        view = self.unsharded[offset : offset + numel].view(torch.Size(shape))
+        parameter = nn.Parameter(view.data, requires_grad=False)
+        if freed:
+            self.free_unsharded()
+        return parameter
+
+    def allocate_unsharded(self) -> None:
+        """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
+        nbytes = self.unsharded.numel() * self.unsharded.element_size()
+        self.unsharded.untyped_storage().resize_(nbytes)
+        size = self.plan.shard_numel
+        self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
+
+    def free_unsharded(self) -> None:
+        """Frees the memory of `unsharded`; the Storage object stays."""
+        self.unsharded.untyped_storage().resize_(0)
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def borrow_grad_slots(self, workspace: Workspace) -> None:
+        """Borrows the (W, S + F) buffer of this rank's addends, flags cleared."""
+        flat = self._borrow(workspace, self.plan.world_size * self.slot_numel)
+        self.grad_slots = flat.view(self.plan.world_size, self.slot_numel)
+        self.grad_slots[:, self.plan.shard_numel :].zero_()
+
+    def borrow_receive(self, workspace: Workspace, numel: int) -> Tensor | None:
+        """(numel,) in the reduce dtype, given back with the slots; `None` if numel is 0."""
+        return self._borrow(workspace, numel) if numel else None
+
+    def _borrow(self, workspace: Workspace, numel: int) -> Tensor:
+        tensor = workspace.borrow(numel, self.reduce_dtype, self.device)
+        self._borrowed.append(tensor)
+        return tensor[:numel]
+
+    def give_back_slots(self, workspace: Workspace) -> None:
+        """Returns what the reduction borrowed."""
+        for tensor in self._borrowed:
+            workspace.give_back(tensor)
+        self._borrowed.clear()
+        self.grad_slots = None
+
+    def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
+        """Copies (or adds) a full gradient into the slots, cast to the reduce dtype."""
+        flat = grad.reshape(-1)
+        for target, source in self._slot_views(index, flat):
+            if accumulate:
+                target.add_(source)
+            else:
+                target.copy_(source)
+
+    def zero_grad(self, index: int) -> None:
+        """Contributes zeros for a tensor without a gradient."""
+        for target, _ in self._slot_views(index, None):
+            target.zero_()
+
+    def mark_seen(self, indices: Sequence[int]) -> None:
+        """Sets the seen-flags of these tensors in every slot."""
+        if self.grad_slots is None:
+            raise RuntimeError("seen-flags are set before the gradient slots exist")
+        size = self.plan.shard_numel
+        if len(indices) == len(self.plan.tensors):  # the usual case, one write
+            self.grad_slots[:, size : size + len(indices)].fill_(1)
+        else:
+            for index in indices:
+                self.grad_slots[:, size + index].fill_(1)
+
+    def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        if self.grad_slots is None:
+            raise RuntimeError("a gradient arrived before the gradient slots exist")
+        views = []
+        for piece in self._pieces[index]:
+            target = self.grad_slots[
+                piece.row : piece.row + piece.rows, piece.column : piece.column + piece.width
+            ]
+            source = target
+            if flat is not None:
+                end = piece.source + piece.rows * piece.width
+                source = flat[piece.source : end].view(piece.rows, piece.width)
+            views.append((target, source))
+        return views
+
+    def reduced(self) -> Tensor:
+        """(S + F,), the averaged gradients of this rank and the averaged seen-flags."""
+        if self.shard_grad is None:
+            self.shard_grad = torch.zeros(self.slot_numel, dtype=self.dtype, device=self.device)
+        return self.shard_grad
+
+    def any_rank_saw(self, index: int) -> bool:
+        """Whether some rank had a gradient of tensor `index`; reads the device."""
+        return bool(self.reduced()[self.plan.shard_numel + index] > 0)
+
+    def clear_flag(self, index: int) -> None:
+        """Forgets that some rank once saw a gradient of tensor `index`."""
+        self.reduced()[self.plan.shard_numel + index].zero_()
+
+    def zero_grad_padding(self) -> None:
+        """Restores the zeros between tensors after a reduction carried scratch values there."""
+        grad = self.reduced()
+        for low, high in self._gaps:
+            grad[low:high].zero_()

@@ -1,0 +1,148 @@
+"""The layout of a sharded model as a table and as JSON. Reads plans; communicates nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from sharding.bucket import Bucket
+from sharding.state import state_of
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRow:
+    """One bucket of a layout.
+
+    Attributes:
+        bucket: fqn of the module that was given to `fully_shard`; empty for the root.
+        parameters: How many parameters it moves together.
+        numel: Their elements.
+        dtypes: One per segment.
+        shard_numel: S of each segment, the elements that every rank holds.
+        padding: Elements of padding over all ranks, as a share of `numel`.
+        resident: Parameters of 2 and more dimensions that lie whole on one rank.
+        owned: Those that do not; what an optimizer needs whole of them travels to an owner rank.
+    """
+
+    bucket: str
+    parameters: int
+    numel: int
+    dtypes: tuple[str, ...]
+    shard_numel: tuple[int, ...]
+    padding: float
+    resident: int
+    owned: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The layout of a model; prints as a table."""
+
+    world_size: int
+    buckets: tuple[BucketRow, ...]
+
+    def to_json(self) -> str:
+        """The same figures as JSON."""
+        return json.dumps(asdict(self))
+
+    def __str__(self) -> str:
+        """A table with one row per bucket and a total."""
+        headers = ["bucket", "parameters", "elements", "dtype", "S", "padding", "resident", "owned"]
+        rows = [_cells(row) for row in self.buckets]
+        numel = sum(row.numel for row in self.buckets)
+        padding = sum(row.padding * row.numel for row in self.buckets) / max(numel, 1)
+        total = [
+            "total",
+            str(sum(row.parameters for row in self.buckets)),
+            f"{numel:,}",
+            "",
+            f"{sum(sum(row.shard_numel) for row in self.buckets):,}",
+            f"{padding:.2%}",
+            str(sum(row.resident for row in self.buckets)),
+            str(sum(row.owned for row in self.buckets)),
+        ]
+        return render_table(f"layout on {self.world_size} ranks", headers, rows, footer=total)
+
+
+def layout(model: nn.Module) -> Layout:
+    """Collects the layout of every bucket below `model`.
+
+    Raises:
+        ValueError: Nothing below `model` is fully sharded.
+    """
+    buckets: dict[str, Bucket] = {}
+    for name, module in model.named_modules():
+        state = state_of(module)
+        bucket = None if state is None else state.bucket
+        if bucket is not None and bucket not in buckets.values():
+            buckets[name] = bucket
+    if not buckets:
+        raise ValueError(
+            f"{type(model).__name__} has no sharded parameters; call fully_shard first"
+        )
+    world_size = next(iter(buckets.values())).mesh.size()
+    return Layout(world_size, tuple(_row(name, bucket) for name, bucket in buckets.items()))
+
+
+def _row(name: str, bucket: Bucket) -> BucketRow:
+    segments = bucket.plan.segments
+    numel = sum(segment.numel for segment in segments)
+    whole = [
+        len(segments[segment].ranges(index)) <= 1
+        for spec, (segment, index) in zip(bucket.plan.params, bucket.plan.location, strict=True)
+        if len(spec.shape) >= 2
+    ]
+    padding = sum(segment.padding for segment in segments) / max(numel, 1)
+    return BucketRow(
+        bucket=name,
+        parameters=len(bucket.parameters),
+        numel=numel,
+        dtypes=bucket.plan.dtypes,
+        shard_numel=tuple(segment.shard_numel for segment in segments),
+        padding=padding,
+        resident=sum(whole),
+        owned=len(whole) - sum(whole),
+    )
+
+
+def _cells(row: BucketRow) -> list[str]:
+    return [
+        row.bucket or "(root)",
+        str(row.parameters),
+        f"{row.numel:,}",
+        " + ".join(row.dtypes),
+        " + ".join(f"{size:,}" for size in row.shard_numel),
+        f"{row.padding:.2%}",
+        str(row.resident),
+        str(row.owned),
+    ]
+
+
+def render_table(
+    title: str,
+    headers: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    *,
+    footer: Sequence[str] | None = None,
+    left: int = 1,
+) -> str:
+    """A table as plain text: the first `left` columns left-aligned, the others right-aligned."""
+    table = Table(title=title, title_justify="left", show_footer=footer is not None)
+    for i, header in enumerate(headers):
+        table.add_column(
+            header,
+            justify="left" if i < left else "right",
+            footer=footer[i] if footer is not None else "",
+            no_wrap=True,
+        )
+    for row in rows:
+        table.add_row(*row)
+    console = Console(width=160, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return capture.get()

@@ -1,0 +1,150 @@
+"""The flat buffers: what is written, what stays zero, what is freed."""
+
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+
+from ranks import run_ranks
+from sharding import fully_shard
+from sharding.bucket import Bucket, ShardedState
+from sharding.buffer import Workspace, slot_pieces
+from sharding.state import state_of
+from training import Run, build_model, build_optimizer, shard, tokens_of
+
+
+def buckets_of(model: nn.Module) -> list[Bucket]:
+    """All buckets below a model."""
+    states = [state_of(module) for module in model.modules()]
+    return [state.bucket for state in states if state is not None and state.bucket is not None]
+
+
+def ops_of_unshard() -> list[tuple[list[tuple[str, list[int]]], int]]:
+    """For every bucket, the ops that write during an unshard, and its S."""
+    model = build_model(Run())
+    shard(model, Run())
+    result = []
+    for bucket in buckets_of(model):
+        dist.barrier()
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            bucket.unshard()
+            bucket.wait_for_unshard()
+        writes = [
+            (event.name, event.input_shapes[0])
+            for event in profiler.events()
+            if event.name.startswith("aten::")
+            and any(verb in event.name for verb in ("copy", "clone", "cat", "zero", "fill", "add"))
+            and event.name != "aten::_unsafe_view"
+        ]
+        result.append((writes, bucket.plan.segments[0].shard_numel))
+        bucket.reshard()
+    return result
+
+
+def test_unshard_writes_only_the_own_shard() -> None:
+    for result in run_ranks(ops_of_unshard, 2):
+        assert len(result) == 4
+        for writes, shard_numel in result:
+            assert writes == [("aten::copy_", [shard_numel])]
+
+
+def check_padding_and_states() -> int:
+    """Trains a few steps; asserts zero padding and sharded buckets after every operation."""
+    run = Run(optimizer="muon")
+    model = build_model(run)
+    shard(model, run)
+    optimizer = build_optimizer(model, run)
+    gaps = 0
+    for step in range(3):
+        tokens = tokens_of(step).chunk(dist.get_world_size())[dist.get_rank()]
+        loss = model(tokens[:, :-1]).logsumexp(-1).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        for bucket in buckets_of(model):
+            assert bucket.state is ShardedState.SHARDED
+            for buffer in bucket.buffers:
+                assert buffer.unsharded.untyped_storage().size() == 0
+                assert buffer.grad_slots is None
+        optimizer.step()
+        for bucket in buckets_of(model):
+            for buffer in bucket.buffers:
+                for low, high in buffer._gaps:
+                    gaps += high - low
+                    assert not buffer.shard[low:high].any()
+                    assert not buffer.reduced()[low:high].any()
+        optimizer.zero_grad()
+    return gaps
+
+
+def test_padding_stays_zero_and_nothing_stays_unsharded() -> None:
+    for world_size in (1, 3):
+        assert all(gaps > 0 for gaps in run_ranks(check_padding_and_states, world_size))
+
+
+@given(offset=st.integers(0, 50), numel=st.integers(0, 100), shard_numel=st.integers(1, 20))
+def test_slot_pieces_tile_the_tensor(offset: int, numel: int, shard_numel: int) -> None:
+    seen = []
+    pieces = slot_pieces(offset, numel, shard_numel)
+    for piece in pieces:
+        assert piece.column + piece.width <= shard_numel
+        for row in range(piece.rows):
+            start = (piece.row + row) * shard_numel + piece.column
+            for j in range(piece.width):
+                seen.append((piece.source + row * piece.width + j, start + j))
+    assert seen == [(i, offset + i) for i in range(numel)]
+    assert len(pieces) <= 3
+
+
+def test_workspace_reuses_the_smallest_that_fits() -> None:
+    workspace = Workspace()
+    small = workspace.borrow(10, torch.float32, torch.device("cpu"))
+    large = workspace.borrow(100, torch.float32, torch.device("cpu"))
+    workspace.give_back(large)
+    workspace.give_back(small)
+    assert workspace.borrow(5, torch.float32, torch.device("cpu")) is small
+    assert workspace.borrow(5, torch.bfloat16, torch.device("cpu")) is not large
+    assert workspace.borrow(50, torch.float32, torch.device("cpu")) is large
+
+
+class Branches(nn.Module):
+    """Three layers; each rank may use others, and the last is used by nobody."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.some, self.never = (nn.Linear(20, 20) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, use_some: bool) -> torch.Tensor:
+        x = self.always(x)
+        return self.some(x) if use_some else x
+
+
+def gradients_of_branches(users: list[int]) -> dict[str, torch.Tensor | None]:
+    """Full gradients when only the ranks `users` run the optional layer."""
+    torch.manual_seed(0)
+    model = Branches()
+    fully_shard(model)
+    rank = dist.get_rank()
+    model(torch.full((2, 20), rank + 1.0), rank in users).sum().backward()
+    return {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+    }
+
+
+def test_parameter_used_on_some_ranks_gets_its_average_and_unused_ones_none() -> None:
+    """pytorch#158719: a parameter used on some ranks only made the reductions' sizes differ."""
+    torch.manual_seed(0)
+    model = Branches()
+    losses = [model(torch.full((2, 20), r + 1.0), r == 1).sum() for r in range(3)]
+    (sum(losses) / 3).backward()
+    for gradients in run_ranks(gradients_of_branches, 3, [1]):
+        assert gradients["never.weight"] is None
+        assert gradients["never.bias"] is None
+        for name in ("always.weight", "always.bias", "some.weight", "some.bias"):
+            expected = dict(model.named_parameters())[name].grad
+            torch.testing.assert_close(gradients[name], expected, atol=1e-5, rtol=1e-5)
+    for gradients in run_ranks(gradients_of_branches, 3, []):
+        assert gradients["some.weight"] is None

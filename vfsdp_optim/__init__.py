@@ -1,0 +1,17 @@
+"""Optimizers that declare the structure they need, on plain tensors and on shards alike."""
+
+from sharding import FSDPModule, FullMatrix, MixedPrecisionPolicy, fully_shard, layout
+from vfsdp_optim.adamw import AdamW
+from vfsdp_optim.groups import param_groups
+from vfsdp_optim.muon import Muon
+
+__all__ = [
+    "AdamW",
+    "FSDPModule",
+    "FullMatrix",
+    "MixedPrecisionPolicy",
+    "Muon",
+    "fully_shard",
+    "layout",
+    "param_groups",
+]

@@ -1,0 +1,148 @@
+"""AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from sharding.structure import Elementwise, Structure
+from vfsdp_optim.algorithm import Algorithm, Scratch, check_at_least_zero, check_state_dtype
+from vfsdp_optim.optimizer import StructuredOptimizer
+from vfsdp_optim.runs import Run
+
+# torch.optim.AdamW's own defaults.
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "betas": (0.9, 0.999),
+    "eps": 1e-8,
+    "weight_decay": 1e-2,
+    "amsgrad": False,
+    "maximize": False,
+    "foreach": None,
+    "capturable": False,
+    "differentiable": False,
+    "fused": None,
+    "state_dtype": None,
+}
+
+
+class AdamWAlgorithm(Algorithm):
+    """The update rule of `AdamW`, for its groups and for AdamW groups of other optimizers.
+
+    Bitwise equal to torch.optim.AdamW(foreach=True): the same operations in the same order on longer runs.
+    """
+
+    name = "adamw"
+    structural_keys = ("amsgrad",)
+    counts_steps = True
+
+    def __init__(self, **overrides: Any) -> None:  # noqa: ANN401  (values of group keys)
+        super().__init__(**{**_DEFAULTS, **overrides})
+
+    def check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check ranges as torch does, and refuse what is not supported."""
+        for key in ("capturable", "differentiable", "fused"):
+            if group[key]:
+                raise NotImplementedError(
+                    f"{where}: {key}={group[key]!r} is not supported; leave it out (the update is one pass "
+                    "over long runs, bitwise equal to torch's foreach=True)"
+                )
+        check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
+        betas = group["betas"]
+        if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+            raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
+        check_state_dtype(group, where)
+
+    def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
+        """Accept every shape."""
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the two moments, and the maximum of the second with amsgrad."""
+        return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+    def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
+        """Return that any cut is legal."""
+        return Elementwise()
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        """Update moments and parameters in place."""
+        lr, weight_decay, eps = float(group["lr"]), group["weight_decay"], group["eps"]
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        step_size = (lr / (1 - beta1**run.step)) * -1
+        root_of_correction = (1 - beta2**run.step) ** 0.5
+        for param, grad, states in run.chunks():
+            mean, square = states["exp_avg"], states["exp_avg_sq"]
+            grad = grad.to(mean.dtype)
+            if group["maximize"]:
+                grad = -grad
+            if weight_decay != 0:
+                param.mul_(1 - lr * weight_decay)
+            mean.lerp_(grad, 1 - beta1)
+            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            if group["amsgrad"]:
+                largest = states["max_exp_avg_sq"]
+                square = torch.maximum(largest, square, out=largest)
+            denominator = scratch.take(param.numel(), square.dtype, param.device)
+            torch.sqrt(square, out=denominator)
+            denominator.div_(root_of_correction).add_(eps)
+            param.addcdiv_(mean, denominator, value=step_size)
+        if eps == 0:  # 0 / 0 in the padding
+            run.clear_gaps()
+
+
+class AdamW(StructuredOptimizer):
+    """torch.optim.AdamW for plain and sharded parameters, with its arguments and the bits of foreach=True.
+
+    Args:
+        params: parameters, named parameters or groups.
+        lr: learning rate; a tensor of one element is read on the host at each step.
+        betas: decay of the two moments.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled: each step scales parameters by 1 - lr * weight_decay.
+        amsgrad: divide by the largest second moment so far.
+        maximize: ascend.
+        foreach: accepted; every value gives the same bits.
+        capturable: not supported.
+        differentiable: not supported.
+        fused: not supported.
+        state_dtype: dtype of the moments; None is the parameter's, as in torch.
+
+    Raises:
+        ValueError: a value out of range.
+        NotImplementedError: `capturable`, `differentiable` or `fused` is true.
+
+    References:
+        Loshchilov and Hutter 2019, arXiv:1711.05101; Reddi et al. 2018, arXiv:1904.09237 (amsgrad).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        state_dtype: torch.dtype | None = None,
+    ) -> None:
+        algorithm = AdamWAlgorithm(
+            lr=lr,
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            amsgrad=amsgrad,
+            maximize=maximize,
+            foreach=foreach,
+            capturable=capturable,
+            differentiable=differentiable,
+            fused=fused,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, algorithm)

@@ -1,0 +1,143 @@
+"""What one update rule supplies to the optimizer: defaults, checks, declared structure, arithmetic.
+
+Touches the tensors it is handed; communicates nothing and knows nothing of how parameters are sharded.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from sharding.structure import Structure
+from vfsdp_optim.runs import Run
+
+# Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads them.
+TORCH_KEYS = frozenset(
+    {
+        "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "foreach", "fused",
+        "capturable", "differentiable", "decoupled_weight_decay", "betas", "max_momentum", "base_momentum",
+    }
+)  # fmt: skip
+
+
+class Scratch:
+    """Working memory that keeps its size from step to step: one tensor per dtype and device."""
+
+    def __init__(self) -> None:
+        self._tensors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return `numel` elements with undefined values; the next call may return the same ones."""
+        tensor = self._tensors.get((dtype, device))
+        if tensor is None or tensor.numel() < numel:
+            tensor = self._tensors[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+        return tensor[:numel]
+
+
+class Algorithm(ABC):
+    """An update rule. One object serves all groups that name it.
+
+    Attributes:
+        name: value of the group key `algorithm`.
+        structural_keys: group keys that a loaded checkpoint must agree with.
+        counts_steps: whether the state has `step`.
+        defaults: what a group takes where it says nothing.
+    """
+
+    name: ClassVar[str]
+    structural_keys: ClassVar[tuple[str, ...]]
+    counts_steps: ClassVar[bool]
+
+    def __init__(self, **defaults: Any) -> None:  # noqa: ANN401  (values of group keys)
+        self.defaults = defaults
+
+    def complete(self, group: dict[str, Any], where: str) -> None:
+        """Fill in what a group does not say, and check what it says.
+
+        Raises:
+            ValueError: a key that this algorithm does not have, or a value out of range.
+            NotImplementedError: a valid request that is not supported.
+        """
+        unknown = sorted(set(group) - set(self.defaults) - TORCH_KEYS - {"algorithm"})
+        if unknown:
+            raise ValueError(
+                f"{where}: algorithm {self.name!r} has no {', '.join(map(repr, unknown))}; "
+                f"it has {sorted(self.defaults)}"
+            )
+        for key, value in self.defaults.items():
+            group.setdefault(key, value)
+        self.check_group(group, where)
+
+    @abstractmethod
+    def check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check the values of a complete group; raises ValueError or NotImplementedError naming `where`."""
+
+    @abstractmethod
+    def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
+        """Check that a parameter of this logical shape can be treated; raises ValueError naming `fqn`."""
+
+    @abstractmethod
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the states that are cut as the parameter is."""
+
+    @abstractmethod
+    def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
+        """Return what must lie whole on a rank while the update of a parameter is computed."""
+
+    @abstractmethod
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        """Do the element-wise part of the step on a run, in place."""
+
+
+class MatrixAlgorithm(Algorithm):
+    """An update rule with a second part that needs whole matrices.
+
+    Between the parts stands one tensor per parameter, the input of the matrix part, and one comes back: the
+    update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
+    """
+
+    @abstractmethod
+    def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
+        """Return the dtype in which inputs and updates of the matrix part are exchanged."""
+
+    @abstractmethod
+    def write_input(
+        self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
+    ) -> None:
+        """Write the input of the matrix part for some elements; all tensors 1-D, `out` in the wire's dtype."""
+
+    @abstractmethod
+    def matrix_update(self, group: dict[str, Any], matrix: Tensor) -> Tensor:
+        """Return the update (m, n) for the input (m, n) of one matrix."""
+
+    @abstractmethod
+    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
+        """Return what an update is multiplied by when it is added, from the logical shape of its matrix."""
+
+    @abstractmethod
+    def scale(self, group: dict[str, Any], rows: int, cols: int) -> float:
+        """Return what the learning rate of a matrix is multiplied by, for tables."""
+
+    @abstractmethod
+    def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
+        """Return the work of `matrix_update`, comparable between all groups."""
+
+
+def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
+    """Raise ValueError for a negative number, or a tensor of more than one element, in `keys`."""
+    for key in keys:
+        value = group[key]
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(
+                f"{where}: {key}: a tensor must have 1 element, got {tuple(value.shape)}"
+            )
+        if not float(value) >= 0.0:
+            raise ValueError(f"{where}: {key}: expected a number >= 0, got {value!r}")
+
+
+def check_state_dtype(group: dict[str, Any], where: str) -> None:
+    """Raise ValueError for a `state_dtype` that is neither None nor a floating dtype."""
+    dtype = group["state_dtype"]
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{where}: state_dtype: expected a floating dtype or None, got {dtype!r}")

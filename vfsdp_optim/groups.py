@@ -1,0 +1,272 @@
+"""Sorts a model's parameters into Muon and AdamW groups, by module type and logical shape.
+
+Reads types and shapes only: works on meta, sharded and wrapped models, and touches no data.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from io import StringIO
+from math import prod
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+
+from sharding.structure import FullMatrix
+from vfsdp_optim.loading import plain_names
+
+_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
+_NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+_ONE_MATRIX = str(FullMatrix())
+# For a transposed convolution the first axis is the input: the same map, transposed.
+_CONVOLUTION = "o ... -> o (...)"
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where one parameter goes, and why.
+
+    Attributes:
+        fqn: its name, without what wrappers add.
+        shape: global.
+        algorithm: "muon", "adamw", or "frozen" for a parameter in no group.
+        matrices: pattern of its matrices; None if it is one, or not updated as one.
+        reason: the rule that decided.
+    """
+
+    fqn: str
+    shape: tuple[int, ...]
+    algorithm: str
+    matrices: str | None
+    reason: str
+
+
+class ParamGroups(list[dict[str, Any]]):
+    """Groups for `Muon`, and the routes they came from; prints as a table.
+
+    Attributes:
+        routes: one for each parameter of the model.
+    """
+
+    def __init__(self, groups: Iterable[dict[str, Any]], routes: tuple[Route, ...]) -> None:
+        """See the class."""
+        super().__init__(groups)
+        self.routes = routes
+
+    def table(self) -> Table:
+        """Return one line for each parameter."""
+        table = Table("parameter", "shape", "algorithm", "matrices", "because")
+        for route in self.routes:
+            shape = "x".join(map(str, route.shape))
+            table.add_row(
+                route.fqn, shape, route.algorithm, route.matrices or "", route.reason
+            )
+        return table
+
+    def __str__(self) -> str:
+        """Return the table as text."""
+        out = StringIO()
+        Console(file=out, width=140).print(self.table())
+        return out.getvalue()
+
+
+@dataclass(slots=True)
+class _Use:
+    """A parameter and every module that has it."""
+
+    param: Tensor
+    fqn: str
+    modules: list[tuple[str, str, nn.Module]] = field(default_factory=list)  # (fqn, name, module)
+
+
+def param_groups(
+    model: nn.Module,
+    *,
+    adamw: Mapping[str, Any] | None = None,
+    muon: Mapping[str, Any] | None = None,
+    matrices: Mapping[str, str | FullMatrix | None] | None = None,
+) -> ParamGroups:
+    """Return groups of all trainable parameters of `model`, for `Muon`.
+
+    The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms, biases,
+    and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as wide as the
+    vocabulary of an embedding. A parameter that several modules share is in one group once, and is an
+    embedding if it is one anywhere.
+
+    Args:
+        model: sharded or not, wrapped or not, on any device.
+        adamw: hyper-parameters of the AdamW group; the rest are AdamW's defaults.
+        muon: hyper-parameters of the Muon groups; the rest are the optimizer's.
+        matrices: for names that match a glob, the pattern of the matrices in the parameter, or None for
+            AdamW. Comes before every other rule.
+
+    Raises:
+        ValueError: a parameter for which no rule is sure, a glob that matches no parameter, globs that
+            contradict each other, or a pattern that does not fit.
+
+    Example:
+        >>> groups = param_groups(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10)))
+        >>> [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
+        [('muon', ['1.weight']), ('adamw', ['0.weight', '1.bias', '2.weight', '2.bias'])]
+    """
+    uses = _uses(model)
+    chosen = _chosen(uses, matrices or {})
+    heads = _heads(uses, chosen)
+    routes = [_route(use, chosen, heads) for use in uses]
+    members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
+    for use, route in zip(uses, routes, strict=True):
+        if route.algorithm != "frozen":
+            members.setdefault((route.algorithm, route.matrices), []).append((use.fqn, use.param))
+    groups: list[dict[str, Any]] = []
+    for (algorithm, pattern), params in sorted(members.items(), key=lambda item: item[0][0] != "muon"):
+        own: dict[str, Any] = {"params": params, "algorithm": algorithm}
+        if algorithm == "muon":
+            own["matrices"] = pattern
+        groups.append({**own, **((muon if algorithm == "muon" else adamw) or {})})
+    return ParamGroups(groups, tuple(routes))
+
+
+def _uses(model: nn.Module) -> list[_Use]:
+    """Return every parameter once, in the order of `named_parameters`, with all modules that have it."""
+    named = list(model.named_parameters())
+    names = plain_names([name for name, _ in named])
+    uses = {id(p): _Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
+    for path, module in model.named_modules():
+        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            uses[id(param)].modules.append((path, name, module))
+    return list(uses.values())
+
+
+def _chosen(
+    uses: list[_Use], matrices: Mapping[str, str | FullMatrix | None]
+) -> dict[str, str | None]:
+    """Return what `matrices` says, by name."""
+    chosen: dict[str, str | None] = {}
+    origin: dict[str, str] = {}
+    for glob, pattern in matrices.items():
+        matched = [use for use in uses if fnmatchcase(use.fqn, glob)]
+        if not matched:
+            raise ValueError(
+                f"matrices: {glob!r} matches no parameter; the model has {[use.fqn for use in uses]}"
+            )
+        text = None if pattern is None else str(FullMatrix.parse(str(pattern)))
+        for use in matched:
+            if use.fqn in chosen and chosen[use.fqn] != text:
+                raise ValueError(
+                    f"{use.fqn}: matrices has {origin[use.fqn]!r}: {chosen[use.fqn]!r} and "
+                    f"{glob!r}: {text!r}; make the globs exclude each other"
+                )
+            chosen[use.fqn], origin[use.fqn] = text, glob
+    return chosen
+
+
+def _heads(uses: list[_Use], chosen: dict[str, str | None]) -> set[str]:
+    """Return the names of the weights of untied output heads.
+
+    Raises:
+        ValueError: the vocabulary has the size of a hidden dimension, and several layers could be it.
+    """
+    linear = [
+        (use, use.modules[0][0])
+        for use in uses
+        if use.fqn not in chosen and _is_weight(use, (nn.Linear,))
+    ]
+    embeddings = [use for use in uses if _is_weight(use, _EMBEDDINGS)]
+    widths = {use.param.shape[1] for use, _ in linear} | {use.param.shape[1] for use in embeddings}
+    repeated = _repeated_modules(uses)
+    heads: set[str] = set()
+    for embedding in embeddings:
+        vocabulary = embedding.param.shape[0]
+        matching = [(use, path) for use, path in linear if use.param.shape[0] == vocabulary]
+        if vocabulary not in widths:
+            heads |= {use.fqn for use, _ in matching}
+            continue
+        if any(isinstance(module, nn.Linear) for _, _, module in embedding.modules):
+            continue  # the head is tied: what else is as wide is hidden
+        # Layers of repeated blocks are as wide as the hidden dimension, not as the vocabulary.
+        outside = [use.fqn for use, path in matching if path not in repeated]
+        if len(outside) > 1:
+            raise ValueError(
+                f"{', '.join(outside)}: each could be the output head of {embedding.fqn}, because the "
+                f"vocabulary {vocabulary} is a hidden dimension too; say which is not, such as "
+                f"matrices={{{outside[0]!r}: {_ONE_MATRIX!r}}}, or which is, {{{outside[-1]!r}: None}}"
+            )
+        heads |= set(outside)
+    return heads
+
+
+def _repeated_modules(uses: list[_Use]) -> set[str]:
+    """Return the paths of modules that have a numbered ancestor, as the blocks of a ModuleList have."""
+    paths = {path for use in uses for path, _, _ in use.modules}
+    return {path for path in paths if any(part.isdigit() for part in path.split(".")[:-1])}
+
+
+def _is_weight(use: _Use, types: tuple[type[nn.Module], ...]) -> bool:
+    return any(isinstance(module, types) and name == "weight" for _, name, module in use.modules)
+
+
+def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
+    shape = tuple(use.param.shape)
+
+    def to(algorithm: str, reason: str, pattern: str | None = None) -> Route:
+        return Route(use.fqn, shape, algorithm, None if pattern == _ONE_MATRIX else pattern, reason)
+
+    if not use.param.requires_grad:
+        return to("frozen", "requires no gradient")
+    if use.fqn in chosen:
+        pattern = chosen[use.fqn]
+        if pattern is not None:
+            _check_fits(use, pattern)
+        return to("adamw" if pattern is None else "muon", "named in matrices", pattern)
+    if _is_weight(use, _EMBEDDINGS):
+        return to("adamw", "embedding")
+    if prod(shape) == max(shape, default=1):
+        return to("adamw", "vector")
+    if use.fqn in heads:
+        return to("adamw", "output head")
+    path, name, module = use.modules[0]
+    if isinstance(module, _NORMS):
+        return to("adamw", "norm")
+    pattern = _known_pattern(name, module)
+    if pattern is None:
+        raise ValueError(_ambiguous(use, module))
+    if min((min(u.rows, u.cols) for u in FullMatrix.parse(pattern).units(shape)), default=1) == 1:
+        return to("adamw", f"{type(module).__name__}, one channel a group")
+    return to("muon", type(module).__name__, pattern)
+
+
+def _known_pattern(name: str, module: nn.Module) -> str | None:
+    """Return the matrices of a parameter of torch's own modules, or None if that is not known."""
+    if isinstance(module, nn.Linear) and name == "weight":
+        return _ONE_MATRIX
+    if isinstance(module, _ConvNd) and name == "weight":
+        if module.groups == 1:
+            return _CONVOLUTION
+        return f"(g o) ... -> g o (...); g={module.groups}"  # the groups do not see each other
+    if isinstance(module, nn.MultiheadAttention) and name.endswith("_proj_weight"):
+        fused = name == "in_proj_weight"  # queries, keys and values are three matrices
+        return "(k m) n -> k m n; k=3" if fused else _ONE_MATRIX
+    return None
+
+
+def _check_fits(use: _Use, pattern: str) -> None:
+    try:
+        FullMatrix.parse(pattern).units(tuple(use.param.shape))
+    except ValueError as error:
+        raise ValueError(f"{use.fqn}: {error}") from None
+
+
+def _ambiguous(use: _Use, module: nn.Module) -> str:
+    patterns: Iterator[str] = iter(("m n -> m n",))
+    if len(use.param.shape) > 2:
+        patterns = iter(("e m n -> e m n", _CONVOLUTION))
+    cures = [f"matrices={{{use.fqn!r}: {pattern!r}}}" for pattern in (*patterns, None)]
+    return (
+        f"{use.fqn}: no rule says how to update shape {tuple(use.param.shape)} of a "
+        f"{type(module).__name__}; pass {', '.join(cures[:-1])} for Muon, or {cures[-1]} for AdamW"
+    )

@@ -1,0 +1,230 @@
+"""Muon: momentum, orthogonalized matrix by matrix. The matrix part may travel to owner ranks."""
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from sharding.structure import FullMatrix
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch, check_at_least_zero, check_state_dtype
+from vfsdp_optim.newton_schulz import (
+    COEFFICIENTS,
+    Coefficients,
+    coefficient_schedule,
+    newton_schulz_cost,
+    orthogonalize,
+)
+from vfsdp_optim.optimizer import WAVE_NUMEL, StructuredOptimizer
+from vfsdp_optim.runs import Run
+
+_KELLER = COEFFICIENTS["keller5"][0]
+
+# torch.optim.Muon's own defaults, then ours.
+_DEFAULTS: dict[str, Any] = {
+    "lr": 1e-3,
+    "weight_decay": 0.1,
+    "momentum": 0.95,
+    "nesterov": True,
+    "ns_coefficients": _KELLER,
+    "eps": 1e-7,
+    "ns_steps": 5,
+    "adjust_lr_fn": None,
+    "matrices": None,
+    "ns_dtype": None,
+    "state_dtype": None,
+}
+
+
+class MuonAlgorithm(MatrixAlgorithm):
+    """The update rule of `Muon`. With ns_dtype=torch.bfloat16 bitwise equal to torch.optim.Muon."""
+
+    name = "muon"
+    structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_dtype")
+    counts_steps = False
+
+    def __init__(self, **overrides: Any) -> None:  # noqa: ANN401  (values of group keys)
+        super().__init__(**{**_DEFAULTS, **overrides})
+
+    def check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check ranges as torch does, the matrix pattern and the coefficients."""
+        check_at_least_zero(group, where, ("lr", "weight_decay", "momentum", "eps"))
+        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+            raise ValueError(
+                f"{where}: adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got "
+                f"{group['adjust_lr_fn']!r}"
+            )
+        ns_dtype = group["ns_dtype"]
+        if ns_dtype is not None and not (
+            isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
+        ):
+            raise ValueError(
+                f"{where}: ns_dtype: expected a floating dtype or None, got {ns_dtype!r}"
+            )
+        check_state_dtype(group, where)
+        try:
+            coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
+            if group["matrices"] is not None:
+                group["matrices"] = str(_parse(str(group["matrices"])))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
+
+    def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
+        """Refuse what is no matrix, unless the group says where its matrices are."""
+        if group["matrices"] is None and len(shape) != 2:
+            raise ValueError(
+                f"{fqn}: Muon updates matrices, and got shape {tuple(shape)} in a group without `matrices`; "
+                "build the groups with vfsdp_optim.param_groups(model), or put the parameter into a group "
+                'with algorithm="adamw"'
+            )
+        try:
+            self.structure(group, shape).units(tuple(shape))
+        except ValueError as error:
+            raise ValueError(f"{fqn}: {error}") from None
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the momentum."""
+        return ("momentum_buffer",)
+
+    def structure(self, group: dict[str, Any], shape: torch.Size) -> FullMatrix:
+        """Return where the matrices of a parameter are."""
+        return _parse(group["matrices"])
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        """Update the momentum and decay the parameters, in place."""
+        momentum, decay = group["momentum"], 1 - float(group["lr"]) * group["weight_decay"]
+        for param, grad, states in run.chunks():
+            buffer = states["momentum_buffer"]
+            buffer.lerp_(grad.to(buffer.dtype), 1 - momentum)
+            param.mul_(decay)
+
+    def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
+        """Return bfloat16 where Newton-Schulz runs in it: its first and last cast happen before the wire."""
+        half = _newton_schulz_dtype(group, device) is torch.bfloat16
+        return torch.bfloat16 if half else torch.float32
+
+    def write_input(
+        self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
+    ) -> None:
+        """Write the momentum, or with Nesterov its look-ahead."""
+        buffer = states["momentum_buffer"]
+        if not group["nesterov"]:
+            out.copy_(buffer)
+        elif out.dtype == grad.dtype == buffer.dtype:
+            torch.lerp(grad, buffer, group["momentum"], out=out)
+        else:
+            out.copy_(grad.to(buffer.dtype).lerp(buffer, group["momentum"]))
+
+    def matrix_update(self, group: dict[str, Any], matrix: Tensor) -> Tensor:
+        """Return the orthogonalized matrix."""
+        return orthogonalize(
+            matrix,
+            coefficients=group["ns_coefficients"],
+            steps=group["ns_steps"],
+            eps=group["eps"],
+            dtype=_newton_schulz_dtype(group, matrix.device),
+        )
+
+    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
+        """Return the negative learning rate, scaled for the shape of the matrix."""
+        return -(float(group["lr"]) * shape_scale(group["adjust_lr_fn"], rows, cols))
+
+    def scale(self, group: dict[str, Any], rows: int, cols: int) -> float:
+        """Return what the learning rate is multiplied by, for tables."""
+        return shape_scale(group["adjust_lr_fn"], rows, cols)
+
+    def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
+        """Return the multiply-adds of Newton-Schulz."""
+        return newton_schulz_cost(rows, cols, group["ns_steps"])
+
+
+class Muon(StructuredOptimizer):
+    """torch.optim.Muon for plain and sharded parameters, with AdamW groups beside.
+
+    Drop-in for torch.optim.Muon: same arguments, defaults and state. The momentum stays on the shards.
+    A matrix that lies whole on one rank is updated there and nothing moves; the others are sent to owner
+    ranks, balanced by the cost of their Newton-Schulz, in one packed exchange per wave, and return as
+    updates. A group takes these keys besides the arguments below:
+
+    - algorithm: "muon" (default) or "adamw"; an AdamW group has the keys and defaults of `AdamW`.
+    - matrices: einops pattern of the matrices of parameters that are not one matrix each, such as
+      "o ... -> o (...)" for a convolution or "e m n -> e m n" for stacked experts.
+
+    Args:
+        params: matrices, named matrices or groups; `param_groups(model)` makes groups of a whole model.
+        lr: learning rate; a tensor of one element is read on the host at each step.
+        weight_decay: decoupled: each step scales parameters by 1 - lr * weight_decay.
+        momentum: decay of the running average of gradients.
+        nesterov: look ahead by the gradient.
+        ns_coefficients: (a, b, c), one such triple a step, or a name in `newton_schulz.COEFFICIENTS`.
+        eps: smallest norm a matrix is divided by.
+        ns_steps: Newton-Schulz steps.
+        adjust_lr_fn: "original" (None): lr * sqrt(max(1, rows / cols)); "match_rms_adamw":
+            lr * 0.2 * sqrt(max(rows, cols)); of the logical matrix, never of a shard.
+        ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
+        state_dtype: dtype of the momentum; None is the parameter's, as in torch.
+        wave_numel: elements of cut matrices that a rank receives at a time.
+
+    Raises:
+        ValueError: a value out of range, or a parameter that is no matrix in a group without `matrices`.
+
+    References:
+        Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; Liu et al. 2025, arXiv:2502.16982
+        (match_rms_adamw).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        ns_coefficients: str | Coefficients | Sequence[Coefficients] = _KELLER,
+        eps: float = 1e-7,
+        ns_steps: int = 5,
+        adjust_lr_fn: str | None = None,
+        *,
+        ns_dtype: torch.dtype | None = None,
+        state_dtype: torch.dtype | None = None,
+        wave_numel: int = WAVE_NUMEL,
+    ) -> None:
+        algorithm = MuonAlgorithm(
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            nesterov=nesterov,
+            ns_coefficients=ns_coefficients,
+            eps=eps,
+            ns_steps=ns_steps,
+            adjust_lr_fn=adjust_lr_fn,
+            ns_dtype=ns_dtype,
+            state_dtype=state_dtype,
+        )
+        super().__init__(params, algorithm, AdamWAlgorithm(), wave_numel=wave_numel)
+
+
+def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
+    """Return what the learning rate of a (rows, cols) matrix is multiplied by.
+
+    "original" is Keller Jordan's; "match_rms_adamw" gives updates the RMS of AdamW's (arXiv:2502.16982,
+    section 2.2).
+    """
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return math.sqrt(max(1, rows / cols))
+
+
+def _newton_schulz_dtype(group: dict[str, Any], device: torch.device) -> torch.dtype:
+    # By device type, never probed: the bits must not depend on the speed of a host.
+    default = torch.bfloat16 if device.type == "cuda" else torch.float32
+    return group["ns_dtype"] or default
+
+
+@lru_cache(maxsize=256)
+def _parse(matrices: str | None) -> FullMatrix:
+    return FullMatrix() if matrices is None else FullMatrix.parse(matrices)

@@ -1,0 +1,117 @@
+"""Newton-Schulz orthogonalization of one matrix, and what it costs. Pure math on plain tensors."""
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+
+# One triple (a, b, c) is one step: x <- a x + (b A + c A^2) x with A = x x^T.
+COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
+    # Keller Jordan, https://kellerjordan.github.io/posts/muon/ ; the same triple in every step.
+    # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
+    "keller5": ((3.4445, -4.7750, 2.0315),),
+    # You Jiacheng, https://x.com/YouJiacheng/status/1905861218138804534 ; one triple for each of 5 steps.
+    "you5": (
+        (4.0848, -6.8946, 2.9270),
+        (3.9505, -6.3029, 2.6377),
+        (3.7418, -5.5913, 2.3037),
+        (2.8769, -3.1427, 1.2046),
+        (2.8366, -3.0525, 1.2012),
+    ),
+}
+
+
+def coefficient_schedule(
+    coefficients: str | Coefficients | tuple[Coefficients, ...], steps: int
+) -> tuple[Coefficients, ...]:
+    """Return the triple of every step.
+
+    Args:
+        coefficients: a name in `COEFFICIENTS`, one triple for all steps, or one triple a step.
+        steps: number of steps, below 100 as in torch.
+
+    Raises:
+        ValueError: an unknown name, something that is no triple, or another number of triples than of steps.
+    """
+    if not 0 <= steps < 100:
+        raise ValueError(f"ns_steps: expected 0 <= ns_steps < 100, got {steps!r}")
+    if isinstance(coefficients, str):
+        if coefficients not in COEFFICIENTS:
+            raise ValueError(
+                f"ns_coefficients: expected one of {sorted(COEFFICIENTS)}, got {coefficients!r}"
+            )
+        triples = COEFFICIENTS[coefficients]
+    elif len(coefficients) == 3 and all(isinstance(x, int | float) for x in coefficients):
+        triples = (coefficients,)  # type: ignore[assignment]
+    else:
+        triples = tuple(coefficients)  # type: ignore[arg-type]
+    if not all(isinstance(t, tuple | list) and len(t) == 3 for t in triples):
+        raise ValueError(
+            f"ns_coefficients: expected (a, b, c), or one such triple a step, got {coefficients!r}"
+        )
+    schedule = tuple((float(a), float(b), float(c)) for a, b, c in triples)
+    if len(schedule) == 1:
+        return schedule * steps
+    if len(schedule) != steps:
+        raise ValueError(
+            f"ns_coefficients: {len(schedule)} triples were given for ns_steps={steps!r}; "
+            f"use ns_steps={len(schedule)}, or a single triple"
+        )
+    return schedule
+
+
+def orthogonalize(
+    x: Tensor,  # (m, n)
+    *,
+    coefficients: str | Coefficients | tuple[Coefficients, ...] = "keller5",
+    steps: int = 5,
+    eps: float = 1e-7,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """Return a matrix near U V^T of x = U S V^T: every singular value is brought close to 1.
+
+    The operations and their order are those of torch.optim.Muon, so that with `dtype=torch.bfloat16` the
+    result has the same bits. The work happens on a row-major copy: `x` keeps its values whatever its dtype
+    (torch normalizes a bfloat16 momentum buffer in place, pytorch#190597), and the result does not depend
+    on how `x` lies in memory.
+
+    Args:
+        x: (m, n), any floating dtype and strides.
+        coefficients: see `coefficient_schedule`.
+        steps: number of Newton-Schulz steps.
+        eps: smallest norm that x is divided by.
+        dtype: dtype of the computation and of the result.
+
+    Returns:
+        (m, n) in `dtype`, a transposed view if m > n.
+
+    Raises:
+        ValueError: `x` has not 2 dims, or the coefficients do not fit the steps.
+
+    References:
+        Jordan 2024, https://kellerjordan.github.io/posts/muon/
+    """
+    if x.ndim != 2:
+        raise ValueError(f"x: expected a matrix with 2 dims, got shape {tuple(x.shape)!r}")
+    schedule = coefficient_schedule(coefficients, steps)
+    tall = x.size(0) > x.size(1)
+    y = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    if tall:
+        y = y.T
+    y.div_(y.norm().clamp(min=eps))  # a spectral norm of at most 1
+    for a, b, c in schedule:
+        gram = y @ y.T  # (s, s), s = min(m, n)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # (s, s)
+        y = torch.addmm(y, polynomial, y, beta=a)  # (s, l)
+    return y.T if tall else y
+
+
+def newton_schulz_cost(rows: int, cols: int, steps: int) -> int:
+    """Return the multiply-adds of `orthogonalize`: two products with the long side and one without, a step.
+
+    Example:
+        >>> newton_schulz_cost(4, 8, steps=5)
+        1600
+    """
+    short, long = min(rows, cols), max(rows, cols)
+    return steps * short * short * (2 * long + short)

@@ -1,0 +1,392 @@
+"""The optimizer that all algorithms share: groups, state, and one `step()` for plain and sharded parameters.
+
+Touches local tensors; communicates once to compare plans between ranks, and in the exchange of matrices.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import ParamsT
+
+from sharding.collectives import check_same_on_all_ranks
+from sharding.ragged_tensor import RaggedDTensor
+from sharding.structure import Blocks, Demand, FullMatrix
+from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
+from vfsdp_optim.loading import Checkpoint
+from vfsdp_optim.matrices import Job, LocalMatrices, ShardedMatrices, make_jobs
+from vfsdp_optim.plan import OptimizerPlan, make_plan
+from vfsdp_optim.runs import Member, Span, find_spans
+from vfsdp_optim.states import PlainFormat, is_sharded, saved_values, user_view
+
+# Elements a rank receives in one wave: 32 MiB in bfloat16, enough for every matrix of an 8B model but its FFN's.
+WAVE_NUMEL = 1 << 24
+
+
+@dataclass(slots=True)
+class _Layout:
+    """The parameters as the last step found them, and their state.
+
+    Attributes:
+        key: what the layout depends on besides memory addresses.
+        members: every parameter that has state.
+        spans: the same, by where they lie.
+        steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
+        counting: whether each member's algorithm counts steps.
+        matrices: the matrix part; None until the first step, because its slots take memory.
+    """
+
+    key: object
+    members: list[Member]
+    spans: list[Span]
+    steps: Tensor
+    counting: list[bool]
+    matrices: list[LocalMatrices | ShardedMatrices] | None = None
+
+
+class StructuredOptimizer(torch.optim.Optimizer):
+    """A torch optimizer whose groups may use different algorithms, on plain or sharded parameters.
+
+    A group chooses with the key `algorithm`; each algorithm has its own defaults, so a group never inherits
+    the learning rate or weight decay of another algorithm. `defaults` holds the keys of all algorithms in
+    use, as torch's schedulers expect. A scheduler that cycles momentum writes `betas` of every group where an
+    AdamW group exists (Muon ignores them), else `momentum`.
+
+    State exists from the first look at `state` or `state_dict()` on, all zero before the first step, with the
+    same keys before and after. Parameters without a gradient are skipped: no decay, no count, as in torch.
+
+    Args:
+        params: parameters, named parameters, or groups, as in torch.
+        algorithm: of groups that name none.
+        others: further algorithms that a group may name.
+        wave_numel: elements of cut matrices that a rank receives at a time.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        algorithm: Algorithm,
+        *others: Algorithm,
+        wave_numel: int = WAVE_NUMEL,
+    ) -> None:
+        if wave_numel < 1:
+            raise ValueError(
+                f"wave_numel: expected a positive number of elements, got {wave_numel!r}"
+            )
+        self._algorithms = {a.name: a for a in (algorithm, *others)}
+        self._default_algorithm = algorithm.name
+        self._wave_numel = wave_numel
+        self._reset()
+        super().__init__(params, dict(algorithm.defaults))
+
+    def _reset(self) -> None:
+        self._layout: _Layout | None = None
+        self._scratch = Scratch()
+        self._format = PlainFormat()
+
+    # ---------------------------------------------------------------- groups
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; see the class for its keys.
+
+        Raises:
+            ValueError: an unknown algorithm or key, a value out of range, or a parameter that the algorithm
+                cannot treat.
+            NotImplementedError: a request or a kind of DTensor that is not supported.
+        """
+        group = dict(param_group)
+        where = f"param group {len(self.param_groups)}"
+        name = group.setdefault("algorithm", self._default_algorithm)
+        if name not in self._algorithms:
+            raise ValueError(
+                f"{where}: {type(self).__name__} has no algorithm {name!r}, only {sorted(self._algorithms)}"
+                "; use vfsdp_optim.Muon for groups of both"
+            )
+        algorithm = self._algorithms[name]
+        algorithm.complete(group, where)
+        # The base class would give the group every key of `defaults`, those of other algorithms too.
+        union, self.defaults = self.defaults, {}
+        try:
+            super().add_param_group(group)
+        finally:
+            self.defaults = union
+        try:
+            for param, fqn in _named(group, where):
+                _check_kind(param, fqn)
+                algorithm.check_param(group, param.shape, fqn)
+        except Exception:
+            self.param_groups.pop()
+            raise
+        for key, value in algorithm.defaults.items():
+            self.defaults.setdefault(key, value)
+        if "betas" in self.defaults:
+            for each in self.param_groups:
+                each.setdefault("betas", self.defaults["betas"])
+
+    def demands(self, param: Tensor) -> tuple[Demand, ...]:
+        """Return the structure that the state and the step need of `param`; nothing of a foreign one."""
+        for group in self.param_groups:
+            if any(param is p for p in group["params"]):
+                algorithm = self._algorithms[group["algorithm"]]
+                stored = Demand(Blocks(256), "stored", by=type(self).__name__)
+                structure = algorithm.structure(group, param.shape)
+                if not isinstance(structure, FullMatrix):
+                    return (stored,)
+                return stored, Demand(structure, "step", by=type(self).__name__)
+        return ()
+
+    def plan(self) -> OptimizerPlan:
+        """Return what happens to each parameter in a step, printable as a table. Communicates nothing."""
+        layout = self._current_layout()
+        jobs = list(self._jobs(layout).values())
+        algorithms = [self._algorithm(member).name for member in layout.members]
+        return make_plan(layout.members, algorithms, jobs, wave_numel=self._wave_numel)
+
+    # ---------------------------------------------------------------- state
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
+        """State by parameter, as in torch; reading it makes the zero state of parameters that have none."""
+        self._current_layout()
+        return self._states
+
+    @state.setter
+    def state(self, value: defaultdict[Tensor, Any]) -> None:
+        self._states = value
+        self._layout = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; its layout is found again."""
+        return {
+            **super().__getstate__(),
+            "_algorithms": self._algorithms,
+            "_default_algorithm": self._default_algorithm,
+            "_wave_numel": self._wave_numel,
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy."""
+        state = dict(state)
+        self._states = state.pop("state")
+        self._reset()
+        super().__setstate__(state)
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Copy a `state_dict()` into the state; all checks come before the first write.
+
+        Parameters are matched by name where both sides have `param_names`, else by position as in torch.
+        States keep the dtype they were saved in. A sharded parameter takes full tensors, or pieces in any
+        layout; in another layout than the parameter's, this is a collective.
+
+        Raises:
+            ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key that
+                gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
+        """
+        state_dict = dict(state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre_hook(self, state_dict) or state_dict
+        checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
+        for param in checkpoint.states:
+            if param not in self._states:  # a frozen parameter that was trained before
+                self._states[param] = {}
+        layout = self._current_layout()
+        values = {m.number: checkpoint.values(m, layout.counting[m.number]) for m in layout.members}
+        for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
+            group.update(loaded)
+        if any(
+            tensor.dtype != member.states[key].dtype
+            for member in layout.members
+            for key, tensor in values[member.number].states.items()
+        ):
+            for member in layout.members:
+                loaded_states = values[member.number].states
+                self._states[member.param] = {
+                    key: user_view(tensor, member.param) for key, tensor in loaded_states.items()
+                }
+            self._layout = None
+            layout = self._current_layout()
+        for member in layout.members:
+            value = values[member.number]
+            for key, target in member.states.items():
+                source = value.states.get(key)
+                target.zero_() if source is None else target.copy_(source)
+            layout.steps[member.number] = value.step
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    # ---------------------------------------------------------------- step
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update the parameters from their gradients; with sharded parameters, every rank must call it.
+
+        Args:
+            closure: called once, with grad enabled, before the update.
+
+        Returns:
+            What `closure` returned.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        layout = self._current_layout()
+        matrices = self._current_matrices(layout)
+        grads = [member.gradient() for member in layout.members]
+        self._update_runs(layout, grads)
+        for part in matrices:
+            part.step(grads)
+        return loss
+
+    def _update_runs(self, layout: _Layout, grads: list[Tensor | None]) -> None:
+        """Do the element-wise part of every group."""
+        steps = _count(layout, grads)
+        for span in layout.spans:
+            group = self.param_groups[span.group]
+            algorithm = self._algorithms[group["algorithm"]]
+            for run in span.runs(grads, steps):
+                algorithm.update_run(group, run, self._scratch)
+                run.store()
+
+    # ---------------------------------------------------------------- layout
+
+    def _algorithm(self, member: Member) -> Algorithm:
+        return self._algorithms[self.param_groups[member.group]["algorithm"]]
+
+    def _has_state(self, param: Tensor) -> bool:
+        # torch's optimizers step whatever has a gradient, and keep the state of what was frozen later.
+        return param.requires_grad or param.grad is not None or param in self._states
+
+    def _layout_key(self) -> object:
+        return [
+            (
+                [repr(group[key]) for key in self._algorithms[group["algorithm"]].structural_keys],
+                [(id(p), self._has_state(p)) for p in group["params"]],
+            )
+            for group in self.param_groups
+        ]
+
+    def _current_layout(self) -> _Layout:
+        """Return the layout, made again if parameters came, went or moved to other memory."""
+        layout, key = self._layout, self._layout_key()
+        if layout is None or layout.key != key or any(m.moved for m in layout.members):
+            layout = self._layout = self._make_layout()
+            layout.key = self._layout_key()  # parameters have state from here on
+        return layout
+
+    @torch.no_grad()
+    def _make_layout(self) -> _Layout:
+        """Find the spans, allocate their state and copy what state there was."""
+        members: list[Member] = []
+        for g, group in enumerate(self.param_groups):
+            keys = self._algorithms[group["algorithm"]].state_keys(group)
+            for param, fqn in _named(group, f"group {g}"):
+                if self._has_state(param):
+                    dtypes = _state_dtypes(keys, group, param, self._states.get(param, {}))
+                    members.append(Member(param, fqn, g, len(members), dtypes))
+        spans = find_spans(members, lambda _: self._format)
+        counting = [self._algorithm(member).counts_steps for member in members]
+        steps = torch.zeros(len(members), dtype=torch.float32)
+        states: defaultdict[Tensor, Any] = defaultdict(dict)
+        for member in members:
+            old = self._states.get(member.param, {})
+            state = states[member.param]
+            if counting[member.number]:
+                steps[member.number] = float(old.get("step", 0.0))
+                state["step"] = steps[member.number]
+            for key, piece in member.states.items():
+                if key in old:
+                    piece.copy_(saved_values(old[key], member.param, f"{member.fqn}.{key}"))
+                state[key] = user_view(piece, member.param)
+        self._states = states
+        return _Layout(None, members, spans, steps, counting)
+
+    def _jobs(self, layout: _Layout) -> dict[tuple[Any, torch.dtype | None], list[Job]]:
+        """Return the units of all matrix groups, by (mesh, dtype on the wire); (None, None) for plain ones."""
+        jobs: dict[tuple[Any, torch.dtype | None], list[Job]] = {}
+        for member in layout.members:
+            group = self.param_groups[member.group]
+            algorithm = self._algorithms[group["algorithm"]]
+            structure = algorithm.structure(group, member.param.shape)
+            if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
+                key: tuple[Any, torch.dtype | None] = (None, None)
+                if isinstance(member.param, RaggedDTensor):
+                    wire = algorithm.wire_dtype(group, member.param.device)
+                    key = member.param.device_mesh, wire
+                jobs.setdefault(key, []).extend(make_jobs(member, algorithm, group, structure))
+        return jobs
+
+    def _current_matrices(self, layout: _Layout) -> list[LocalMatrices | ShardedMatrices]:
+        """Return the matrix part; the first call for a layout compares it between ranks."""
+        if layout.matrices is None:
+            self._check_same_on_all_ranks(layout)
+            parts: list[LocalMatrices | ShardedMatrices] = []
+            for (mesh, wire), jobs in self._jobs(layout).items():
+                if mesh is None or wire is None:
+                    parts.append(LocalMatrices(jobs, self._scratch))
+                else:
+                    numel, scratch = self._wave_numel, self._scratch
+                    group = mesh.get_group()
+                    parts.append(
+                        ShardedMatrices(jobs, group, wave_numel=numel, wire=wire, scratch=scratch)
+                    )
+            layout.matrices = parts
+        return layout.matrices
+
+    def _check_same_on_all_ranks(self, layout: _Layout) -> None:
+        """Compare what owners and waves follow from, once per layout and mesh."""
+        lines: dict[dist.ProcessGroup, list[str]] = {}
+        for member in layout.members:
+            param, group = member.param, self.param_groups[member.group]
+            if isinstance(param, RaggedDTensor):
+                keys = self._algorithms[group["algorithm"]].structural_keys
+                structural = " ".join(f"{key}={group[key]!r}" for key in keys)
+                lines.setdefault(
+                    param.device_mesh.get_group(), [f"wave_numel={self._wave_numel}"]
+                ).append(
+                    f"{member.fqn} {tuple(param.shape)} {param.dtype} {param.placement!r} {structural}"
+                )
+        for process_group, text in lines.items():
+            check_same_on_all_ranks("\n".join(text), process_group, "the optimizer's plan")
+
+
+def _named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
+    """Yield each parameter of a group with its name, or its place where it has none."""
+    names = group.get("param_names")
+    for i, param in enumerate(group["params"]):
+        yield param, names[i] if names else f"{where}, parameter {i} of shape {tuple(param.shape)}"
+
+
+def _check_kind(param: Tensor, fqn: str) -> None:
+    if isinstance(param, DTensor) and not is_sharded(param):
+        raise NotImplementedError(
+            f"{fqn}: parameters that are a {type(param).__name__} with placements {param.placements} are "
+            "not supported; shard the model with vfsdp_optim.fully_shard"
+        )
+    if not param.is_floating_point():
+        raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
+
+
+def _state_dtypes(
+    keys: tuple[str, ...], group: dict[str, Any], param: Tensor, old: dict[str, Any]
+) -> dict[str, torch.dtype]:
+    """Return the dtype of each state: that of existing state, else the group's choice, else the parameter's."""
+    chosen = group.get("state_dtype") or param.dtype
+    return {key: old[key].dtype if key in old else chosen for key in keys}
+
+
+def _count(layout: _Layout, grads: list[Tensor | None]) -> list[float]:
+    """Advance the step of every member that has a gradient, and return all members' steps."""
+    advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
+    if any(advance):
+        layout.steps.add_(torch.tensor(advance, dtype=torch.float32))
+    return [
+        step if c else 0.0 for step, c in zip(layout.steps.tolist(), layout.counting, strict=True)
+    ]

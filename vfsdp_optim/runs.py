@@ -1,0 +1,305 @@
+"""The long runs of memory that element-wise work is done on, with their state. Touches local tensors only.
+
+[Note: spans and runs]
+A span is a maximal sequence of parameters of one group whose pieces on this rank lie next to each other in
+one storage, as in the flat buffers of `sharding`: each starts where the one before ends, rounded up to the
+alignment. The gaps are padding, which is zero in parameters and gradients, so that element-wise updates may
+run over it. The state of a span is one flat tensor per state key, cut the same way. A plain tensor, and an
+empty piece, is a span of its own.
+In a step a span is one run when every parameter in it has a gradient, the gradients lie like the
+parameters, and all took the same number of steps; else it is cut into the longest runs for which that holds.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from sharding.planner import ALIGN
+from sharding.ragged_tensor import RaggedDTensor
+from vfsdp_optim.states import StateFormat, is_sharded, local_data
+
+# Elements per thread that stay in a core's cache together with their gradient and states.
+_CHUNK = 1 << 16
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter as a step sees it.
+
+    Attributes:
+        param: what the user passed.
+        fqn: its name, or its place in the groups.
+        group: index of its group.
+        number: index among all members.
+        state_dtypes: state key -> dtype.
+        numel: elements on this rank.
+        pointer: address of those elements when the span was found.
+        start: offset in the span.
+        states: state key -> 1-D piece of the span's flat tensor.
+    """
+
+    param: Tensor
+    fqn: str
+    group: int
+    number: int
+    state_dtypes: dict[str, torch.dtype]
+    numel: int = 0
+    pointer: int = 0
+    start: int = 0
+    states: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note where the parameter lies."""
+        local = local_data(self.param)
+        self.numel, self.pointer = local.numel(), local.data_ptr()
+
+    @property
+    def moved(self) -> bool:
+        """Whether the parameter has other memory than when the span was found."""
+        return local_data(self.param).data_ptr() != self.pointer
+
+    def open(self) -> Tensor:
+        """Return the local elements, 1-D in logical order: a view, or a copy of a tensor with other strides."""
+        return local_data(self.param).reshape(-1)
+
+    def close(self, flat: Tensor) -> None:
+        """Store what `open` returned after it was written to."""
+        local = local_data(self.param)
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+
+    def gradient(self) -> Tensor | None:
+        """Return the local elements of the gradient, 1-D in logical order, or None.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+            TypeError: it is not laid out as the parameter is.
+        """
+        grad, param = self.param.grad, self.param
+        if grad is None:
+            return None
+        if isinstance(param, RaggedDTensor):
+            if not isinstance(grad, RaggedDTensor) or grad.placements != param.placements:
+                raise TypeError(
+                    f"{self.fqn}: expected a gradient laid out as its parameter, {param.placements!r}, got "
+                    f"{type(grad).__name__} with placements {getattr(grad, 'placements', None)!r}"
+                )
+            return grad._local_tensor
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{self.fqn}: sparse gradients are not supported; use torch.optim.SparseAdam"
+            )
+        return grad.reshape(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that get one element-wise update: 1-D tensors of equal length.
+
+    Attributes:
+        group: index of the group.
+        members: the parameters in it.
+        param: written to.
+        grad: read only.
+        states: state key -> written to.
+        gaps: (start, stop) of the padding between the parameters.
+        step: number of this step, from 1; 0 where the algorithm does not count.
+    """
+
+    group: int
+    members: Sequence[Member]
+    param: Tensor
+    grad: Tensor
+    states: dict[str, Tensor]
+    gaps: tuple[tuple[int, int], ...]
+    step: float
+
+    def chunks(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield (param, grad, states) in pieces that fit the caches; on other devices than the CPU all at once."""
+        size = _CHUNK * torch.get_num_threads()
+        if self.param.device.type != "cpu" or self.param.numel() <= size:
+            yield self.param, self.grad, self.states
+            return
+        columns = [tensor.split(size) for tensor in self.states.values()]
+        for param, grad, *states in zip(
+            self.param.split(size), self.grad.split(size), *columns, strict=True
+        ):
+            yield param, grad, dict(zip(self.states, states, strict=True))
+
+    def clear_gaps(self) -> None:
+        """Make the padding of parameters and states zero again, after an update that may have written it."""
+        for start, stop in self.gaps:
+            for tensor in (self.param, *self.states.values()):
+                tensor[start:stop].zero_()
+
+    def store(self) -> None:
+        """Write back the parameter where `param` is a copy of it."""
+        if len(self.members) == 1:
+            self.members[0].close(self.param)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Members first:last of a span as one run, elements start:stop of it."""
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    gaps: tuple[tuple[int, int], ...]
+
+
+class Span:
+    """Parameters that lie together, and their flat state. See [Note: spans and runs]."""
+
+    def __init__(self, members: list[Member], state_format: StateFormat) -> None:
+        self.members = members
+        self.group = members[0].group
+        self.numel = members[-1].start + members[-1].numel
+        device = members[0].param.device
+        self.states = {
+            key: state_format.allocate(self.numel, dtype, device)
+            for key, dtype in members[0].state_dtypes.items()
+        }
+        for member in members:
+            member.states = {
+                key: flat[member.start : member.start + member.numel]
+                for key, flat in self.states.items()
+            }
+        self._key: list[tuple[int, float, torch.dtype] | None] = []
+        self._cuts: list[_Cut] = []
+
+    def runs(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Run]:
+        """Yield the runs of this step.
+
+        Args:
+            grads: of all members of the optimizer, by number.
+            steps: number of the step each member takes, by number.
+        """
+        self._update_cuts(grads, steps)
+        for cut in self._cuts:
+            members = self.members[cut.first : cut.last]
+            first = members[0]
+            grad = grads[first.number]
+            if grad is None or cut.stop == cut.start:
+                continue
+            numel = cut.stop - cut.start
+            param = first.open()
+            if len(members) > 1:
+                param = param.as_strided((numel,), (1,), param.storage_offset())
+                grad = grad.as_strided((numel,), (1,), grad.storage_offset())
+            states = {key: flat[cut.start : cut.stop] for key, flat in self.states.items()}
+            yield Run(self.group, members, param, grad, states, cut.gaps, steps[first.number])
+
+    def _update_cuts(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> None:
+        """Find the runs again only if gradients appeared, vanished or moved against each other."""
+        key: list[tuple[int, float, torch.dtype] | None] = []
+        origin: tuple[int, float] | None = None
+        for member in self.members:
+            grad = grads[member.number]
+            if grad is None:
+                key.append(None)
+                continue
+            pointer, step = grad.data_ptr(), steps[member.number]
+            origin = origin or (pointer, step)
+            key.append((pointer - origin[0], step - origin[1], grad.dtype))
+        if key != self._key or not self._fits(grads):
+            self._key, self._cuts = key, self._find_cuts(key, grads)
+
+    def _fits(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether each run of gradients lies in the storage of its first one.
+
+        Equal distances of addresses alone could be two allocations side by side.
+        """
+        return all(
+            cut.last - cut.first == 1
+            or _reaches(grads[self.members[cut.first].number], cut.stop - cut.start)
+            for cut in self._cuts
+        )
+
+    def _find_cuts(
+        self, key: list[tuple[int, float, torch.dtype] | None], grads: Sequence[Tensor | None]
+    ) -> list[_Cut]:
+        cuts: list[_Cut] = []
+        first = 0
+        while first < len(self.members):
+            last = first + 1
+            while last < len(self.members) and self._continues(key, grads, first, last):
+                last += 1
+            if key[first] is not None:
+                start = self.members[first].start
+                members = self.members[first:last]
+                gaps = tuple(
+                    (a.start + a.numel - start, b.start - start)
+                    for a, b in zip(members, members[1:], strict=False)
+                    if b.start > a.start + a.numel
+                )
+                stop = members[-1].start + members[-1].numel
+                cuts.append(_Cut(first, last, start, stop, gaps))
+            first = last
+        return cuts
+
+    def _continues(
+        self,
+        key: list[tuple[int, float, torch.dtype] | None],
+        grads: Sequence[Tensor | None],
+        first: int,
+        last: int,
+    ) -> bool:
+        """Return whether member `last` belongs to the run that starts at member `first`."""
+        a, b = key[first], key[last]
+        if a is None or b is None or a[1:] != b[1:]:
+            return False
+        start, end = self.members[first], self.members[last]
+        return b[0] - a[0] == (end.start - start.start) * b[2].itemsize and _reaches(
+            grads[start.number], end.start + end.numel - start.start
+        )
+
+
+def _reaches(grad: Tensor | None, numel: int) -> bool:
+    """Return whether `numel` elements from the start of `grad` lie in its storage."""
+    if grad is None:
+        return False
+    available = grad.untyped_storage().nbytes() // grad.element_size() - grad.storage_offset()
+    return grad.is_contiguous() and numel <= available
+
+
+def find_spans(members: Sequence[Member], format_of: Callable[[Member], StateFormat]) -> list[Span]:
+    """Sort members into spans and allocate their state. See [Note: spans and runs]."""
+    alone = [m for m in members if not _can_join(m)]
+    packed = sorted(
+        (m for m in members if _can_join(m)),
+        key=lambda m: (m.group, str(m.param.device), m.pointer),
+    )
+    chains: list[list[Member]] = [[m] for m in alone]
+    open_chain = False
+    for member in packed:
+        if open_chain and _follows(chains[-1], member):
+            chains[-1].append(member)
+        else:
+            chains.append([member])
+            open_chain = True
+    return [Span(chain, format_of(chain[0])) for chain in chains]
+
+
+def _can_join(member: Member) -> bool:
+    return is_sharded(member.param) and member.numel > 0 and member.param.device.type != "meta"
+
+
+def _follows(chain: list[Member], member: Member) -> bool:
+    """Return whether `member` lies right behind the last of `chain`; then set its start in the span."""
+    last = chain[-1]
+    a, b = local_data(last.param), local_data(member.param)
+    end = a.storage_offset() + a.numel()
+    alike = (
+        last.group == member.group
+        and a.dtype == b.dtype
+        and last.state_dtypes == member.state_dtypes
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
+    if not alike or b.storage_offset() not in (end, -(-end // ALIGN) * ALIGN):
+        return False
+    member.start = last.start + b.storage_offset() - a.storage_offset()
+    return True
