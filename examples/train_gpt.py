@@ -30,9 +30,8 @@ from tqdm import tqdm
 
 import checkpoints
 from gpt import GPT, GPTConfig, generate
-from sharding import layout
 from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
-from vfsdp_optim import AdamW, MixedPrecisionPolicy, Muon, fully_shard, param_groups
+from vfsdp_optim import AdamW, MixedPrecisionPolicy, Muon, fully_shard, layout, param_groups
 
 SIZES = {
     "tiny": GPTConfig(layers=2, width=32, heads=2, context=32),  # for tests
@@ -304,9 +303,10 @@ def main() -> None:
         return
     world = join_ranks(args.ranks)
     run = build(args, world)
-    tables = f"{layout(run.model)}\n{run.optimizer.plan()}"
     if world.rank == 0:
-        print(tables, flush=True)
+        print(layout(run.model), flush=True)
+        if args.plan:
+            print(run.optimizer.plan(), flush=True)
     if not args.plan:
         corpus = read_corpus()
         context = SIZES[args.size].context

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -43,9 +44,14 @@ class BucketParameter:
     sites: list[tuple[nn.Module, str]]  # several when tied
     segment: int
     index: int  # in the segment
-    sharded: nn.Parameter  # RaggedDTensor over the shard
+    sharded: RaggedDTensor  # an nn.Parameter, over the shard
     unsharded: nn.Parameter  # view of the gathered buffer
     sharded_grad: RaggedDTensor | None = None  # made once, over the averaged gradient
+
+    @property
+    def local(self) -> Tensor:
+        """(n_local,), where the sharded parameter keeps its elements."""
+        return self.sharded._local_tensor
 
 
 @dataclass(slots=True)
@@ -81,13 +87,14 @@ class Bucket:
         self.mesh = mesh
         self.group: dist.ProcessGroup = mesh.get_group()
         self.transport = Transport(self.group)
-        self.device = device
+        self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
         self.grad_ready: Callable[[Bucket], None] | None = None  # called after every gradient
         self.buffers = [
-            self._make_buffer(plan, segment, mp_policy) for segment in range(len(plan.segments))
+            self._make_buffer(segment, getattr(torch, dtype), device)
+            for segment, dtype in enumerate(plan.dtypes)
         ]
         # Two tags a segment: one for the gather, one for the reduction.
         self._tags = [(next_tag(self.group), next_tag(self.group)) for _ in self.buffers]
@@ -106,18 +113,18 @@ class Bucket:
         self._register(lambda parameter: parameter.sharded)
 
     def _make_buffer(
-        self, plan: BucketPlan, segment: int, mp_policy: MixedPrecisionPolicy
+        self, segment: int, dtype: torch.dtype, device: torch.device
     ) -> DistributedBuffer:
-        dtype: torch.dtype = getattr(torch, plan.dtypes[segment])
-        compute = (mp_policy.param_dtype or dtype) if dtype.is_floating_point else dtype
-        reduce = (mp_policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
+        policy = self._mp_policy
+        compute = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
+        reduce = (policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
         return DistributedBuffer(
-            plan.segments[segment],
+            self.plan.segments[segment],
             self.transport.rank,
             dtype=dtype,
             compute_dtype=compute,
             reduce_dtype=reduce,
-            device=self.device,
+            device=device,
         )
 
     def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
@@ -129,20 +136,20 @@ class Bucket:
         original = module._parameters[name]
         if original is None:
             raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
-        if original.device.type != "meta":
-            buffer.copy_from_full(index, original)
-        local = buffer.local_view(index)
-        sharded = nn.Parameter(
-            self.ragged(i, local),
-            requires_grad=original.requires_grad,
-        )
-        unsharded = buffer.unsharded_parameter(index, spec.shape)
-        parameter = BucketParameter(spec.fqn, sites, segment, index, sharded, unsharded)
+        buffer.copy_from_full(index, original)
+        local = self.ragged(i, buffer.local_view(index))
+        sharded = cast(RaggedDTensor, nn.Parameter(local, requires_grad=original.requires_grad))
+        return BucketParameter(spec.fqn, sites, segment, index, sharded, self._make_unsharded(i))
+
+    def _make_unsharded(self, i: int) -> nn.Parameter:
+        """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
+        segment, index = self.plan.location[i]
+        unsharded = self.buffers[segment].unsharded_parameter(index, self.plan.params[i].shape)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
             unsharded.register_post_accumulate_grad_hook(lambda _: self.accumulate_grad(i))
-            unsharded.requires_grad_(original.requires_grad)
-        return parameter
+            unsharded.requires_grad_(False)  # until it is unsharded
+        return unsharded
 
     def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
         """A RaggedDTensor of parameter `i`'s shape and layout over `local`."""
@@ -160,19 +167,94 @@ class Bucket:
         )
         return RaggedDTensor.from_local(local, self.mesh, placement, spec.shape)
 
-    def _register(self, form: Callable[[BucketParameter], nn.Parameter]) -> None:
+    def _register(self, form: Callable[[BucketParameter], Tensor]) -> None:
         for parameter in self.parameters:
-            tensor = form(parameter)
+            tensor = cast(nn.Parameter, form(parameter))
             for module, name in parameter.sites:
                 module._parameters[name] = tensor
 
     # -- parameters -----------------------------------------------------------------------------
 
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shards have no memory yet."""
+        return any(buffer.device.type == "meta" for buffer in self.buffers)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes parameters that left the flat buffers back in, values and all.
+
+        Conversion (`module.to`), `to_empty`, `swap_tensors`, `load_state_dict(assign=True)` and
+        plain assignment give a module's parameter other memory or another object. The flat buffer
+        gets the values (and, where all of a segment changed, the new dtype or device), the
+        parameter that optimizers know keeps its identity and is a view of the buffer again.
+
+        Raises:
+            RuntimeError: A parameter was deleted, or some but not all of one dtype were converted.
+            ValueError: Another shape was assigned.
+        """
+        if self.state is not ShardedState.SHARDED:
+            raise RuntimeError(f"the parameters of bucket {self.name!r} changed while unsharded")
+        for parameter in self.parameters:
+            _take_back(parameter)
+        for segment, members in enumerate(self._members):
+            self._adopt_segment(segment, [self.parameters[i] for i in members])
+
+    def _adopt_segment(self, segment: int, members: list[BucketParameter]) -> None:
+        buffer = self.buffers[segment]
+        pieces = [parameter.local for parameter in members]
+        kinds = set(map(_kind, pieces))
+        if len(kinds) > 1:
+            names: dict[str, str] = {}
+            for parameter, piece in zip(members, pieces, strict=True):
+                names.setdefault(f"{piece.dtype} on {piece.device}", parameter.fqn)
+            raise RuntimeError(
+                f"parameters of bucket {self.name!r} that were of one dtype and device are not any "
+                f"more: {names}; convert the fully sharded module as a whole"
+            )
+        kind = kinds.pop()
+        converted = kind != (buffer.dtype, buffer.device)
+        if converted:
+            buffer = self.buffers[segment] = self._make_buffer(segment, *kind)
+        for i, parameter, piece in zip(self._members[segment], members, pieces, strict=True):
+            view = buffer.local_view(parameter.index)
+            if piece.data_ptr() != view.data_ptr():
+                view.copy_(piece)
+            parameter.sharded._local_tensor = view
+            if converted:
+                parameter.unsharded = self._make_unsharded(i)
+                parameter.sharded_grad = None
+
+    def _has_moved(self) -> bool:
+        """Whether some parameter is another object or lies elsewhere than this bucket left it."""
+        for parameter in self.parameters:
+            sharded = parameter.sharded
+            if any(module._parameters.get(name) is not sharded for module, name in parameter.sites):
+                return True
+            # Empty pieces have no address: their dtype and device tell, so that ranks agree.
+            buffer, local = self.buffers[parameter.segment], parameter.local
+            if local.data_ptr() != buffer.local_pointers[parameter.index]:
+                return True
+            if _kind(local) != (buffer.dtype, buffer.device):
+                return True
+        return False
+
     @torch.no_grad()
     def unshard(self) -> None:
-        """Starts the gather of this bucket, unless it runs or is done."""
+        """Starts the gather of this bucket, unless it runs or is done.
+
+        Raises:
+            RuntimeError: The parameters are on the meta device.
+        """
         if self.state is not ShardedState.SHARDED:
             return
+        if self._has_moved():
+            self.adopt()
+        if self.is_meta:
+            raise RuntimeError(
+                f"parameters {[p.fqn for p in self.parameters]} are on the meta device; call "
+                f"module.to_empty(device=...) and initialise them, or load a checkpoint"
+            )
         for buffer, (tag, _) in zip(self.buffers, self._tags, strict=True):
             buffer.allocate_unsharded()
             self._gathers.append(self.transport.all_gather_(buffer.unsharded, tag))
@@ -340,3 +422,28 @@ class Bucket:
             buffer = self.buffers[parameter.segment]
             parameter.sharded_grad = self.ragged(i, buffer.local_grad_view(parameter.index))
         return parameter.sharded_grad
+
+
+def _kind(piece: Tensor) -> tuple[torch.dtype, torch.device]:
+    return piece.dtype, piece.device
+
+
+def _take_back(parameter: BucketParameter) -> None:
+    """Copies what a module was assigned into the sharded parameter, and puts that back."""
+    for module, name in parameter.sites:
+        held = module._parameters.get(name)
+        if held is parameter.sharded:
+            continue
+        if held is None:
+            raise RuntimeError(f"{parameter.fqn} was deleted from its fully sharded module")
+        if held.shape != parameter.sharded.shape:
+            raise ValueError(
+                f"{parameter.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
+                f"the sharded layout is {tuple(parameter.sharded.shape)}"
+            )
+        if parameter.local.device.type == "meta" and isinstance(held, RaggedDTensor):
+            parameter.sharded._local_tensor = held._local_tensor
+        else:
+            parameter.sharded.copy_(held.detach())
+        parameter.sharded.requires_grad_(held.requires_grad)
+        module._parameters[name] = cast(nn.Parameter, parameter.sharded)

@@ -134,6 +134,7 @@ class DistributedBuffer:
             for i in range(count)
         ]
         self.local_ranges = [self._local_range(i) for i in range(count)]
+        self.local_pointers = [self.local_view(i).data_ptr() for i in range(count)]
         self._gaps = self._local_gaps()
 
     # -- parameters ---------------------------------------------------------------------------
@@ -169,9 +170,9 @@ class DistributedBuffer:
         return self.reduced()[low:high]
 
     def copy_from_full(self, index: int, full: Tensor) -> None:
-        """Copies this rank's elements of a full tensor into the shard."""
+        """Copies this rank's elements of a full tensor into the shard; none of a meta tensor."""
         low, high = self.local_ranges[index]
-        if low < high:
+        if low < high and full.device.type != "meta":
             first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
             self.shard[low:high].copy_(full.detach().reshape(-1)[first : first + high - low])
 

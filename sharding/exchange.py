@@ -1,11 +1,13 @@
-"""Moves units that no rank holds whole to their owners, and their updates back. May touch: collectives, memory.
+"""Moves units that no rank holds whole to their owners, and their updates back. May touch:
+collectives, memory.
 
 [Note: slots of the exchange]
-A wave needs two flat tensors on a rank: `held`, the pieces it holds of units that others own, ordered by
-owner; and `owned`, the pieces of the units it owns, ordered by source rank, its own pieces last. A gather
-sends `held` and fills `owned`; the owner overwrites each piece by its update; the return is the same
-exchange backwards, from `owned` into `held`. Own pieces do not travel. The tensors are allocated once, as
-large as the largest wave needs, and used in turn by three waves: one arrives, one is computed, one returns.
+A wave needs two flat tensors on a rank: `held`, the pieces it holds of units that others own,
+ordered by owner; and `owned`, the pieces of the units it owns, ordered by source rank, its own
+pieces last. A gather sends `held` and fills `owned`; the owner overwrites each piece by its update;
+the return is the same exchange backwards, from `owned` into `held`. Own pieces do not travel. The
+tensors are allocated once, as large as the largest wave needs, and used in turn by three waves: one
+arrives, one is computed, one returns.
 """
 
 from dataclasses import dataclass
@@ -30,8 +32,10 @@ class _WaveLayout:
         held_numel: length used of `held`.
         owned_numel: length used of `owned`.
         held: unit -> (start, stop) of this rank's piece in `held`.
-        owned: unit -> its pieces as (start in the unit, start in `owned`, numel), in the order of the unit.
+        owned: unit -> its pieces as (start in the unit, start in `owned`, numel), in the order of
+            the unit.
         own: unit -> (start, stop) of this rank's own piece in `owned`.
+        held_units: the units of the wave that this rank holds elements of, in order.
     """
 
     send_splits: tuple[int, ...]
@@ -41,14 +45,17 @@ class _WaveLayout:
     held: dict[int, tuple[int, int]]
     owned: dict[int, tuple[tuple[int, int, int], ...]]
     own: dict[int, tuple[int, int]]
+    held_units: tuple[int, ...]
 
 
 class Exchange:
-    """Executes an `OwnerPlan`: one packed all-to-all to owners and one back per wave, however many units.
+    """Executes an `OwnerPlan`: one packed all-to-all to owners and one back per wave, however many
+    units.
 
-    Call order of a wave: write every `piece`, `start_gather`, `wait_gather`, overwrite every `parts` of the
-    owned units, `start_return`, `wait_return`, read every `piece`. Waves overlap, at most three at a time,
-    and every rank makes the calls in the same order, those with nothing to send or receive too.
+    Call order of a wave: write every `piece`, `start_gather`, `wait_gather`, overwrite every
+    `parts` of the owned units, `start_return`, `wait_return`, read every `piece`. Waves overlap, at
+    most three at a time, and every rank makes the calls in the same order, those with nothing to
+    send or receive too.
 
     Args:
         plan: which unit goes where; the same on all ranks.
@@ -88,15 +95,14 @@ class Exchange:
 
     def held_units(self, wave: int) -> tuple[int, ...]:
         """Return the units of a wave of which this rank holds elements."""
-        layout = self._layouts[wave]
-        return tuple(u for u in self.plan.waves[wave] if u in layout.held or u in layout.own)
+        return self._layouts[wave].held_units
 
     def owned_units(self, wave: int) -> tuple[int, ...]:
         """Return the units of a wave that this rank computes."""
         return tuple(self._layouts[wave].owned)
 
     def piece(self, unit: int) -> Tensor:
-        """Return the slot of this rank's own elements of `unit`: 1-D, to write before and to read after."""
+        """Return the slot of this rank's elements of `unit`, 1-D: written before, read after."""
         wave = self._wave_of[unit]
         layout = self._layouts[wave]
         if unit in layout.own:
@@ -188,4 +194,5 @@ def _wave_layout(plan: OwnerPlan, wave: tuple[int, ...], rank: int) -> _WaveLayo
         held=held,
         owned={unit: tuple(sorted(parts)) for unit, parts in owned.items()},
         own=own,
+        held_units=tuple(unit for unit in wave if unit in held or unit in own),
     )

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -79,7 +79,6 @@ def fully_shard(
     _check_modules(modules)
     _refuse_unsupported(reshard_after_forward, shard_placement_fn, offload_policy)
     mesh = _checked_mesh(mesh)
-    device = _mesh_device(mesh)
     sites = _parameter_sites(modules, ignored_params or set())
     _check_parameters(sites)
     bucket = None
@@ -91,11 +90,17 @@ def fully_shard(
         ]
         plan = negotiate(", ".join(type(m).__name__ for m in modules), specs, mesh.size())
         check_same_on_all_ranks(plan.describe(), mesh.get_group(), "the layout of a bucket")
-        bucket = Bucket(plan, list(sites.values()), mesh=mesh, mp_policy=mp_policy, device=device)
+        bucket = Bucket(
+            plan,
+            list(sites.values()),
+            mesh=mesh,
+            mp_policy=mp_policy,
+            device=_storage_device(originals, mesh),
+        )
         if optimizer is not None:
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals, sharded, strict=True)))
-    _move_buffers(modules, device)
+    _move_buffers(modules, _mesh_device(mesh))
     state = ModuleState(
         modules,
         bucket,
@@ -184,6 +189,17 @@ def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"fully_shard shards over a 1-D mesh, got {mesh!r}; pass one dimension, mesh['name']"
         )
     return mesh
+
+
+def _storage_device(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> torch.device:
+    """Where shards live: on the mesh's device, or on meta until the model is materialised."""
+    on_meta = [parameter.device.type == "meta" for parameter in parameters]
+    if any(on_meta) and not all(on_meta):
+        raise ValueError(
+            "some parameters of one fully_shard call are on the meta device and some are not; "
+            "build the whole module under torch.device('meta'), or none of it"
+        )
+    return torch.device("meta") if any(on_meta) else _mesh_device(mesh)
 
 
 def _mesh_device(mesh: DeviceMesh) -> torch.device:
@@ -317,6 +333,15 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def _buckets(self, recurse: bool) -> list[Bucket]:
         return [s.bucket for s in self._states(recurse) if s.bucket is not None]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FSDPModule:
+        """Conversion: `.to()`, `.to_empty()`, `.half()`; the results go into the flat buffers."""
+        for bucket in self._buckets(recurse):
+            bucket.reshard()
+        super(torch_fsdp.FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]
+        for bucket in self._buckets(recurse=False):
+            bucket.adopt()
+        return self
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's bucket (not those below); with `async_op` returns a handle."""

@@ -170,10 +170,8 @@ class Cells:
         if shard % block == 0:
             return boundary - head  # later boundaries are then cuts, too
         # Two boundaries in the tensor would be `shard` apart, no multiple of the block: one cut.
-        if head and size - head <= shard:
+        if size - head <= shard:
             return boundary - head
-        if size <= shard:
-            return boundary
         head = shard // block * block
         return boundary + shard - head if size - head <= shard else -1
 

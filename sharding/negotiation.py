@@ -12,7 +12,7 @@ moves less within the tolerated padding. Each attempt is a plan; their number is
 """
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -153,6 +153,7 @@ def negotiate(
             one name, or an argument is out of range.
 
     Example:
+        >>> from sharding.structure import FullMatrix
         >>> muon = (Demand(FullMatrix(), "step", "muon"),)
         >>> shapes = {"q": (64, 64), "k": (32, 64), "v": (32, 64), "o": (64, 64), "norm": (64,)}
         >>> params = [
@@ -254,27 +255,19 @@ def _choose_granules(
     if attempt(set(can_rise)) is not None and not best.owned_numel:
         return best_granules
     risen: set[int] = set()
+    refused: set[int] = set()
     current = base
-    kinds: tuple[Callable[[int], Hashable], ...] = (
-        lambda i: replace(params[i], fqn="", group_key=""),
-        lambda i: i,
-    )
-    for kind in kinds:  # equal parameters together first, then one by one
-        refused: set[Hashable] = set()
-        while attempts:
-            moved: Counter[Hashable] = Counter()
-            for i in can_rise:
-                if i not in risen and kind(i) not in refused:
-                    moved[kind(i)] += current.owned_numel_of(i)
-            if not +moved:
-                break
-            chosen, _ = moved.most_common(1)[0]
-            trial = risen | {i for i in can_rise if kind(i) == chosen}
-            plan = attempt(trial)
-            if plan is None:
-                refused.add(chosen)
-            else:
-                risen, current = trial, plan
+    while attempts > 0:
+        moved = {i: current.owned_numel_of(i) for i in can_rise if i not in risen | refused}
+        chosen = max(moved, key=moved.__getitem__, default=None)
+        if chosen is None or not moved[chosen]:
+            break
+        plan = attempt(risen | {chosen})
+        if plan is None:
+            refused.add(chosen)
+        else:
+            risen.add(chosen)
+            current = plan
     return best_granules
 
 

@@ -1,10 +1,12 @@
 """Decides which rank computes each unit that no rank holds whole. Pure integers; imports no torch.
 
-Every rank calls `plan_owners` with the same arguments and gets the same plan, so nothing is sent to agree on it.
+Every rank calls `plan_owners` with the same arguments and gets the same plan, so nothing is sent to
+agree on it.
 """
 
 import heapq
 from dataclasses import dataclass
+from itertools import pairwise
 
 # A plan that moves fewer elements may be slower than the best balanced one by this share (1/64).
 _BALANCE_SLACK = 64
@@ -33,7 +35,7 @@ class UnitSpec:
         return next((held for holder, held in self.holders if holder == rank), 0)
 
     def pieces(self) -> tuple[tuple[int, int, int], ...]:
-        """Return (rank, start, stop) of each holder's elements, counted from the start of the unit."""
+        """Return (rank, start, stop) of what each holder has, within the unit."""
         result, start = [], 0
         for rank, held in self.holders:
             result.append((rank, start, start + held))
@@ -72,15 +74,17 @@ class OwnerPlan:
 def plan_owners(units: tuple[UnitSpec, ...], world_size: int, *, wave_numel: int) -> OwnerPlan:
     """Give every unit an owner so that ranks are equally loaded, then so that little moves.
 
-    Resident units are computed where they lie and count as load from the start. The others are taken by
-    descending cost (longest processing time first, Graham 1969, doi:10.1137/0117039). Of two assignments,
-    one that takes the least loaded rank and one that takes the largest holder as long as no rank is loaded
-    above the average, the second is chosen where it is at most 1/64 slower.
+    Resident units are computed where they lie and count as load from the start. The others are
+    taken by descending cost (longest processing time first, Graham 1969, doi:10.1137/0117039). Of
+    two assignments, one that takes the least loaded rank and one that takes the largest holder as
+    long as no rank is loaded above the average, the second is chosen where it is at most 1/64
+    slower.
 
     Args:
         units: what to assign.
         world_size: number of ranks.
-        wave_numel: elements that a rank may receive in one wave; a larger unit is its owner's only one in a wave.
+        wave_numel: elements that a rank may receive in one wave; a larger unit is its owner's only
+            one in a wave.
 
     Raises:
         ValueError: a unit is not held completely, or `wave_numel` or `world_size` is not positive.
@@ -110,11 +114,11 @@ def plan_owners(units: tuple[UnitSpec, ...], world_size: int, *, wave_numel: int
 def _check_unit(unit: UnitSpec, world_size: int) -> None:
     ranks = [rank for rank, _ in unit.holders]
     complete = sum(held for _, held in unit.holders) == unit.numel
-    ordered = all(a < b for a, b in zip(ranks, ranks[1:], strict=False))
+    ordered = all(a < b for a, b in pairwise(ranks))
     if not (complete and ordered and all(0 <= r < world_size for r in ranks)):
         raise ValueError(
-            f"unit {unit.index} of {unit.fqn!r}: expected holders with ascending ranks below {world_size} "
-            f"that hold {unit.numel} elements together, got {unit.holders!r}"
+            f"unit {unit.index} of {unit.fqn!r}: expected holders with ascending ranks below "
+            f"{world_size} that hold {unit.numel} elements together, got {unit.holders!r}"
         )
 
 
@@ -153,7 +157,7 @@ def _assign(
 def _waves(
     units: tuple[UnitSpec, ...], owners: tuple[int, ...], wave_numel: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Fill each owner's waves in the order of the units, so that every wave keeps all owners busy."""
+    """Fill each owner's waves in the order of the units, so that all owners stay busy."""
     waves: list[list[int]] = []
     current: dict[int, int] = {}  # owner -> wave it is filling
     received: dict[int, int] = {}  # owner -> elements it receives in that wave

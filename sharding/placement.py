@@ -264,7 +264,7 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
         ValueError: The range does not lie in the tensor.
 
     Example:
-        >>> [(box.offsets, box.sizes) for box in boxes(1, 5, (3, 2))]
+        >>> [(box.offsets, box.sizes) for box in boxes(1, 6, (3, 2))]
         [((0, 1), (1, 1)), ((1, 0), (2, 2))]
     """
     if not 0 <= start <= stop <= prod(shape):

@@ -317,7 +317,7 @@ def _table() -> dict[OpOverload, Handler]:
     allow(unary + others, "out", _out)
     allow(["where"], "self", _elementwise)
     allow(_IN_PLACE_ONLY.split(), "default Scalar Tensor", _in_place)
-    allow(["detach", "alias"], "default", _elementwise)
+    allow(["detach", "alias", "_pin_memory"], "default", _elementwise)
     allow(_LIKE.split(), "default", _like)
     allow(["view", "_unsafe_view", "expand"], "default", _same_shape_view)
     allow(["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"], "default", _new)

@@ -135,10 +135,11 @@ def _any_or_all(*, any_of: bool) -> Combine:
 def _equal(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    if not all(isinstance(arg, cls) for arg in args):
-        raise refusal(func, f"expected two tensors cut alike, got {[type(arg) for arg in args]}")
-    x, (a, b), _ = unwrap(cls, func, args, kwargs)
-    verdict = torch.tensor(torch.equal(a, b), dtype=torch.int32)
+    """`equal` and `allclose`: true when it is on every rank."""
+    if not all(isinstance(arg, cls) for arg in args[:2]):
+        raise refusal(func, f"expected two tensors cut alike, got {list(map(type, args[:2]))}")
+    x, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
+    verdict = torch.tensor(func(*local_args, **local_kwargs), dtype=torch.int32)
     return bool(_all_reduce(verdict, dist.ReduceOp.MIN, x.device_mesh))
 
 
@@ -217,6 +218,7 @@ def _unscale(
 REDUCTIONS: dict[OpOverload, Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._foreach_norm.Scalar: _foreach_norm,
+    aten.allclose.default: _equal,
     aten.all.default: _full(_any_or_all(any_of=False)),
     aten.amax.default: _full(_largest_or_smallest(largest=True)),
     aten.amin.default: _full(_largest_or_smallest(largest=False)),

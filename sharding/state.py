@@ -203,6 +203,10 @@ class ModuleState:
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._post_forward)
+            if bucket is not None:
+                module.register_state_dict_pre_hook(lambda *_: bucket.reshard())
+                module.register_load_state_dict_pre_hook(lambda *_: bucket.reshard())
+                module.register_load_state_dict_post_hook(lambda *_: bucket.adopt())
 
     # -- root -----------------------------------------------------------------------------------
 

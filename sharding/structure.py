@@ -7,6 +7,7 @@ run of the flat parameter is read from the strides that the pattern gives a meta
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -228,12 +229,11 @@ class FullMatrix(Structure):
     def granule(self, shape: Shape) -> Granule:
         """Cuts between matrices that are contiguous runs, else none."""
         units = self.units(shape)
-        starts = tuple(unit.start for unit in units[1:])
         if not units:
             return Granule()
-        if starts == tuple(range(units[0].numel, sum(u.numel for u in units), units[0].numel)):
+        if len({unit.numel for unit in units}) == 1:
             return Granule(units[0].numel)
-        return Granule(0, cuts=starts)
+        return Granule(0, cuts=tuple(unit.start for unit in units[1:]))
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
         """One unit per matrix that is a contiguous run, else the whole parameter as one.
@@ -428,4 +428,8 @@ class DeclaresStructure(Protocol):
 
     def demands(self, param: torch.Tensor) -> tuple[Demand, ...]:
         """What the optimizer needs of one of its parameters."""
+        ...
+
+    def rebind(self, sharded: Mapping[torch.Tensor, torch.Tensor]) -> None:
+        """Puts sharded parameters in the place of those they were made from, in all groups."""
         ...

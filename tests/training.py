@@ -159,7 +159,7 @@ def _step(
     parts = tokens_of(step).chunk(run.micro_batches)
     total = torch.zeros(())
     for i, part in enumerate(parts):
-        mine = part.chunk(world_size)[rank]
+        mine = part.tensor_split(world_size)[rank]
         if dist.is_initialized() and not run.sync_every_micro_batch:
             model.set_requires_gradient_sync(i == len(parts) - 1)
         logits = model(mine[:, :-1]).float()

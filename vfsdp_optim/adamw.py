@@ -30,14 +30,15 @@ _DEFAULTS: dict[str, Any] = {
 class AdamWAlgorithm(Algorithm):
     """The update rule of `AdamW`, for its groups and for AdamW groups of other optimizers.
 
-    Bitwise equal to torch.optim.AdamW(foreach=True): the same operations in the same order on longer runs.
+    Bitwise equal to torch.optim.AdamW: the same operations in the same order on longer runs. In
+    bfloat16 torch has two results; this is that of foreach=False, which does not round betas.
     """
 
     name = "adamw"
     structural_keys = ("amsgrad",)
     counts_steps = True
 
-    def __init__(self, **overrides: Any) -> None:  # noqa: ANN401  (values of group keys)
+    def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**_DEFAULTS, **overrides})
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
@@ -45,8 +46,8 @@ class AdamWAlgorithm(Algorithm):
         for key in ("capturable", "differentiable", "fused"):
             if group[key]:
                 raise NotImplementedError(
-                    f"{where}: {key}={group[key]!r} is not supported; leave it out (the update is one pass "
-                    "over long runs, bitwise equal to torch's foreach=True)"
+                    f"{where}: {key}={group[key]!r} is not supported; leave it out (the update is "
+                    "one pass over long runs, bitwise equal to torch's foreach=True)"
                 )
         check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
         betas = group["betas"]
@@ -92,7 +93,8 @@ class AdamWAlgorithm(Algorithm):
 
 
 class AdamW(StructuredOptimizer):
-    """torch.optim.AdamW for plain and sharded parameters, with its arguments and the bits of foreach=True.
+    """torch.optim.AdamW for plain and sharded parameters, with its arguments and the bits of
+    foreach=True.
 
     Args:
         params: parameters, named parameters or groups.

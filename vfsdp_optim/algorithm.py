@@ -1,6 +1,7 @@
 """What one update rule supplies to the optimizer: defaults, checks, declared structure, arithmetic.
 
-Touches the tensors it is handed; communicates nothing and knows nothing of how parameters are sharded.
+Touches the tensors it is handed; communicates nothing and knows nothing of how parameters are
+sharded.
 """
 
 from abc import ABC, abstractmethod
@@ -12,13 +13,12 @@ from torch import Tensor
 from sharding.structure import Structure
 from vfsdp_optim.runs import Run
 
-# Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads them.
+# Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads
+# them.
 TORCH_KEYS = frozenset(
-    {
-        "params", "param_names", "initial_lr", "max_lr", "min_lr", "swa_lr", "foreach", "fused",
-        "capturable", "differentiable", "decoupled_weight_decay", "betas", "max_momentum", "base_momentum",
-    }
-)  # fmt: skip
+    """params param_names initial_lr max_lr min_lr swa_lr betas max_momentum base_momentum
+    foreach fused capturable differentiable decoupled_weight_decay""".split()
+)
 
 
 class Scratch:
@@ -49,7 +49,7 @@ class Algorithm(ABC):
     structural_keys: ClassVar[tuple[str, ...]]
     counts_steps: ClassVar[bool]
 
-    def __init__(self, **defaults: Any) -> None:  # noqa: ANN401  (values of group keys)
+    def __init__(self, **defaults: Any) -> None:
         self.defaults = defaults
 
     def complete(self, group: dict[str, Any], where: str) -> None:
@@ -71,11 +71,11 @@ class Algorithm(ABC):
 
     @abstractmethod
     def check_group(self, group: dict[str, Any], where: str) -> None:
-        """Check the values of a complete group; raises ValueError or NotImplementedError naming `where`."""
+        """Check the values of a complete group; errors start with `where`."""
 
     @abstractmethod
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
-        """Check that a parameter of this logical shape can be treated; raises ValueError naming `fqn`."""
+        """Check that a parameter of this logical shape can be treated; errors name `fqn`."""
 
     @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
@@ -93,8 +93,8 @@ class Algorithm(ABC):
 class MatrixAlgorithm(Algorithm):
     """An update rule with a second part that needs whole matrices.
 
-    Between the parts stands one tensor per parameter, the input of the matrix part, and one comes back: the
-    update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
+    Between the parts stands one tensor per parameter, the input of the matrix part, and one comes
+    back: the update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
     """
 
     @abstractmethod
@@ -105,7 +105,7 @@ class MatrixAlgorithm(Algorithm):
     def write_input(
         self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
     ) -> None:
-        """Write the input of the matrix part for some elements; all tensors 1-D, `out` in the wire's dtype."""
+        """Write the input of the matrix part for some elements, all 1-D; `out` has wire dtype."""
 
     @abstractmethod
     def matrix_update(self, group: dict[str, Any], matrix: Tensor) -> Tensor:
@@ -113,7 +113,7 @@ class MatrixAlgorithm(Algorithm):
 
     @abstractmethod
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
-        """Return what an update is multiplied by when it is added, from the logical shape of its matrix."""
+        """Return the factor an update is added with, from the logical shape of its matrix."""
 
     @abstractmethod
     def scale(self, group: dict[str, Any], rows: int, cols: int) -> float:

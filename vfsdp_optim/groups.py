@@ -3,7 +3,6 @@
 Reads types and shapes only: works on meta, sharded and wrapped models, and touches no data.
 """
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -63,9 +62,7 @@ class ParamGroups(list[dict[str, Any]]):
         table = Table("parameter", "shape", "algorithm", "matrices", "because")
         for route in self.routes:
             shape = "x".join(map(str, route.shape))
-            table.add_row(
-                route.fqn, shape, route.algorithm, route.matrices or "", route.reason
-            )
+            table.add_row(route.fqn, shape, route.algorithm, route.matrices or "", route.reason)
         return table
 
     def __str__(self) -> str:
@@ -93,24 +90,25 @@ def param_groups(
 ) -> ParamGroups:
     """Return groups of all trainable parameters of `model`, for `Muon`.
 
-    The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms, biases,
-    and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as wide as the
-    vocabulary of an embedding. A parameter that several modules share is in one group once, and is an
-    embedding if it is one anywhere.
+    The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms,
+    biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as
+    wide as the vocabulary of an embedding. A parameter that several modules share is in one group
+    once, and is an embedding if it is one anywhere.
 
     Args:
         model: sharded or not, wrapped or not, on any device.
         adamw: hyper-parameters of the AdamW group; the rest are AdamW's defaults.
         muon: hyper-parameters of the Muon groups; the rest are the optimizer's.
-        matrices: for names that match a glob, the pattern of the matrices in the parameter, or None for
-            AdamW. Comes before every other rule.
+        matrices: for names that match a glob, the pattern of the matrices in the parameter, or None
+            for AdamW. Comes before every other rule.
 
     Raises:
-        ValueError: a parameter for which no rule is sure, a glob that matches no parameter, globs that
-            contradict each other, or a pattern that does not fit.
+        ValueError: a parameter for which no rule is sure, a glob that matches no parameter, globs
+            that contradict each other, or a pattern that does not fit.
 
     Example:
-        >>> groups = param_groups(nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10)))
+        >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10))
+        >>> groups = param_groups(model)
         >>> [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
         [('muon', ['1.weight']), ('adamw', ['0.weight', '1.bias', '2.weight', '2.bias'])]
     """
@@ -123,7 +121,9 @@ def param_groups(
         if route.algorithm != "frozen":
             members.setdefault((route.algorithm, route.matrices), []).append((use.fqn, use.param))
     groups: list[dict[str, Any]] = []
-    for (algorithm, pattern), params in sorted(members.items(), key=lambda item: item[0][0] != "muon"):
+    for (algorithm, pattern), params in sorted(
+        members.items(), key=lambda item: item[0][0] != "muon"
+    ):
         own: dict[str, Any] = {"params": params, "algorithm": algorithm}
         if algorithm == "muon":
             own["matrices"] = pattern
@@ -132,7 +132,7 @@ def param_groups(
 
 
 def _uses(model: nn.Module) -> list[_Use]:
-    """Return every parameter once, in the order of `named_parameters`, with all modules that have it."""
+    """Return every parameter once, in order, with all modules that have it."""
     named = list(model.named_parameters())
     names = plain_names([name for name, _ in named])
     uses = {id(p): _Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
@@ -152,7 +152,7 @@ def _chosen(
         matched = [use for use in uses if fnmatchcase(use.fqn, glob)]
         if not matched:
             raise ValueError(
-                f"matrices: {glob!r} matches no parameter; the model has {[use.fqn for use in uses]}"
+                f"matrices: {glob!r} matches no parameter of {[use.fqn for use in uses]}"
             )
         text = None if pattern is None else str(FullMatrix.parse(str(pattern)))
         for use in matched:
@@ -169,7 +169,8 @@ def _heads(uses: list[_Use], chosen: dict[str, str | None]) -> set[str]:
     """Return the names of the weights of untied output heads.
 
     Raises:
-        ValueError: the vocabulary has the size of a hidden dimension, and several layers could be it.
+        ValueError: the vocabulary has the size of a hidden dimension, and several layers could be
+            it.
     """
     linear = [
         (use, use.modules[0][0])
@@ -192,16 +193,17 @@ def _heads(uses: list[_Use], chosen: dict[str, str | None]) -> set[str]:
         outside = [use.fqn for use, path in matching if path not in repeated]
         if len(outside) > 1:
             raise ValueError(
-                f"{', '.join(outside)}: each could be the output head of {embedding.fqn}, because the "
-                f"vocabulary {vocabulary} is a hidden dimension too; say which is not, such as "
-                f"matrices={{{outside[0]!r}: {_ONE_MATRIX!r}}}, or which is, {{{outside[-1]!r}: None}}"
+                f"{', '.join(outside)}: each could be the output head of {embedding.fqn}, because "
+                f"the vocabulary {vocabulary} is a hidden dimension too; say which is not, such "
+                f"as matrices={{{outside[0]!r}: {_ONE_MATRIX!r}}}, or which is, such as "
+                f"matrices={{{outside[-1]!r}: None}}"
             )
         heads |= set(outside)
     return heads
 
 
 def _repeated_modules(uses: list[_Use]) -> set[str]:
-    """Return the paths of modules that have a numbered ancestor, as the blocks of a ModuleList have."""
+    """Return the paths of modules below a numbered one, as blocks of a ModuleList are."""
     paths = {path for use in uses for path, _, _ in use.modules}
     return {path for path in paths if any(part.isdigit() for part in path.split(".")[:-1])}
 
@@ -229,7 +231,7 @@ def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         return to("adamw", "vector")
     if use.fqn in heads:
         return to("adamw", "output head")
-    path, name, module = use.modules[0]
+    _, name, module = use.modules[0]
     if isinstance(module, _NORMS):
         return to("adamw", "norm")
     pattern = _known_pattern(name, module)

@@ -1,4 +1,5 @@
-"""Matches a saved `state_dict()` to an optimizer's groups, and checks it, before anything is written."""
+"""Matches a saved `state_dict()` to an optimizer's groups, and checks it, before anything is
+written."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -164,6 +165,6 @@ def _check_structural(
             )
 
 
-def _comparable(value: Any) -> Any:  # noqa: ANN401  (any group value)
+def _comparable(value: Any) -> Any:
     """Return tuples for lists, which some formats make of them."""
     return tuple(_comparable(v) for v in value) if isinstance(value, list | tuple) else value

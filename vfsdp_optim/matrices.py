@@ -1,7 +1,7 @@
 """The matrix part of a step: which matrices are computed where, and their journey there and back.
 
-Touches local tensors and, through `sharding.exchange`, one process group. Plans come from shapes and layouts
-alone, so every rank of a group makes the same ones.
+Touches local tensors and, through `sharding.exchange`, one process group. Plans come from shapes
+and layouts alone, so every rank of a group makes the same ones.
 """
 
 from collections.abc import Iterable, Sequence
@@ -54,7 +54,8 @@ class Job:
         return self.algorithm.scale(self.group, self.unit.rows, self.unit.cols)
 
     def write_input(self, grad: Tensor, out: Tensor) -> None:
-        """Write the input of the local elements; `grad` is the local gradient of the parameter, 1-D."""
+        """Write the input of the local elements; `grad` is the local gradient of the parameter,
+        1-D."""
         here = slice(self.start, self.start + self.numel)
         states = {key: state[here] for key, state in self.member.states.items()}
         self.algorithm.write_input(self.group, grad[here], states, out)
@@ -68,7 +69,8 @@ class Job:
         return self.structure.flatten(stacked, self.unit, shape).to(inputs.dtype)
 
     def apply(self, param: Tensor, update: Tensor) -> None:
-        """Add the update to the local elements; `param` is the local piece of the parameter, 1-D."""
+        """Add the update to the local elements; `param` is the local piece of the parameter,
+        1-D."""
         factor = self.algorithm.factor(self.group, self.unit.rows, self.unit.cols)
         param[self.start : self.start + self.numel].add_(update, alpha=factor)
 
@@ -87,7 +89,7 @@ def make_jobs(
 
 
 def unit_spec(job: Job, index: int, bounds: Sequence[tuple[int, int]]) -> UnitSpec:
-    """Return what the owner plan needs of a job; `bounds` has every rank's range of the parameter."""
+    """Return a job as the owner plan sees it; `bounds` has every rank's range of the parameter."""
     start, stop = job.unit.start, job.unit.start + job.unit.numel
     held = [(rank, min(stop, b) - max(start, a)) for rank, (a, b) in enumerate(bounds)]
     holders = tuple((rank, numel) for rank, numel in held if numel > 0)
@@ -157,8 +159,8 @@ class ShardedMatrices:
         """Compute and apply every update; `grads` by member number.
 
         While a wave is computed the next one arrives and the one before returns; resident units are
-        computed while the first arrives. The waves are the same in every step, whatever gradients there
-        are, so that ranks cannot wait for each other in vain.
+        computed while the first arrives. The waves are the same in every step, whatever gradients
+        there are, so that ranks cannot wait for each other in vain.
         """
         waves = len(self.plan.waves)
         if waves:

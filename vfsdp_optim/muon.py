@@ -47,7 +47,7 @@ class MuonAlgorithm(MatrixAlgorithm):
     structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_dtype")
     counts_steps = False
 
-    def __init__(self, **overrides: Any) -> None:  # noqa: ANN401  (values of group keys)
+    def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**_DEFAULTS, **overrides})
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
@@ -77,9 +77,9 @@ class MuonAlgorithm(MatrixAlgorithm):
         """Refuse what is no matrix, unless the group says where its matrices are."""
         if group["matrices"] is None and len(shape) != 2:
             raise ValueError(
-                f"{fqn}: Muon updates matrices, and got shape {tuple(shape)} in a group without `matrices`; "
-                "build the groups with vfsdp_optim.param_groups(model), or put the parameter into a group "
-                'with algorithm="adamw"'
+                f"{fqn}: Muon updates matrices, and got shape {tuple(shape)} in a group without "
+                "`matrices`; build the groups with vfsdp_optim.param_groups(model), or put the "
+                'parameter into a group with algorithm="adamw"'
             )
         try:
             self.structure(group, shape).units(tuple(shape))
@@ -100,10 +100,11 @@ class MuonAlgorithm(MatrixAlgorithm):
         for param, grad, states in run.chunks():
             buffer = states["momentum_buffer"]
             buffer.lerp_(grad.to(buffer.dtype), 1 - momentum)
-            param.mul_(decay)
+            if decay != 1:
+                param.mul_(decay)
 
     def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
-        """Return bfloat16 where Newton-Schulz runs in it: its first and last cast happen before the wire."""
+        """Return bfloat16 where Newton-Schulz casts to it anyway, before and after."""
         half = _newton_schulz_dtype(group, device) is torch.bfloat16
         return torch.bfloat16 if half else torch.float32
 
@@ -145,22 +146,24 @@ class MuonAlgorithm(MatrixAlgorithm):
 class Muon(StructuredOptimizer):
     """torch.optim.Muon for plain and sharded parameters, with AdamW groups beside.
 
-    Drop-in for torch.optim.Muon: same arguments, defaults and state. The momentum stays on the shards.
-    A matrix that lies whole on one rank is updated there and nothing moves; the others are sent to owner
-    ranks, balanced by the cost of their Newton-Schulz, in one packed exchange per wave, and return as
-    updates. A group takes these keys besides the arguments below:
+    Drop-in for torch.optim.Muon: same arguments, defaults and state. The momentum stays on the
+    shards. A matrix that lies whole on one rank is updated there and nothing moves; the others are
+    sent to owner ranks, balanced by the cost of their Newton-Schulz, in one packed exchange per
+    wave, and return as updates. A group takes these keys besides the arguments below:
 
     - algorithm: "muon" (default) or "adamw"; an AdamW group has the keys and defaults of `AdamW`.
     - matrices: einops pattern of the matrices of parameters that are not one matrix each, such as
       "o ... -> o (...)" for a convolution or "e m n -> e m n" for stacked experts.
 
     Args:
-        params: matrices, named matrices or groups; `param_groups(model)` makes groups of a whole model.
+        params: matrices, named matrices or groups; `param_groups(model)` makes groups of a whole
+            model.
         lr: learning rate; a tensor of one element is read on the host at each step.
         weight_decay: decoupled: each step scales parameters by 1 - lr * weight_decay.
         momentum: decay of the running average of gradients.
         nesterov: look ahead by the gradient.
-        ns_coefficients: (a, b, c), one such triple a step, or a name in `newton_schulz.COEFFICIENTS`.
+        ns_coefficients: (a, b, c), one such triple a step, or a name in
+            `newton_schulz.COEFFICIENTS`.
         eps: smallest norm a matrix is divided by.
         ns_steps: Newton-Schulz steps.
         adjust_lr_fn: "original" (None): lr * sqrt(max(1, rows / cols)); "match_rms_adamw":
@@ -170,7 +173,8 @@ class Muon(StructuredOptimizer):
         wave_numel: elements of cut matrices that a rank receives at a time.
 
     Raises:
-        ValueError: a value out of range, or a parameter that is no matrix in a group without `matrices`.
+        ValueError: a value out of range, or a parameter that is no matrix in a group without
+            `matrices`.
 
     References:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; Liu et al. 2025, arXiv:2502.16982
@@ -211,8 +215,8 @@ class Muon(StructuredOptimizer):
 def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """Return what the learning rate of a (rows, cols) matrix is multiplied by.
 
-    "original" is Keller Jordan's; "match_rms_adamw" gives updates the RMS of AdamW's (arXiv:2502.16982,
-    section 2.2).
+    "original" is Keller Jordan's; "match_rms_adamw" gives updates the RMS of AdamW's
+    (arXiv:2502.16982, section 2.2).
     """
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))

@@ -10,7 +10,8 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
     # Keller Jordan, https://kellerjordan.github.io/posts/muon/ ; the same triple in every step.
     # https://github.com/KellerJordan/Muon/blob/f90a42b28e00b8d9d2d05865fe90d9f39abcbcbd/muon.py#L16
     "keller5": ((3.4445, -4.7750, 2.0315),),
-    # You Jiacheng, https://x.com/YouJiacheng/status/1905861218138804534 ; one triple for each of 5 steps.
+    # You Jiacheng, https://x.com/YouJiacheng/status/1905861218138804534 ; one triple for each of 5
+    # steps.
     "you5": (
         (4.0848, -6.8946, 2.9270),
         (3.9505, -6.3029, 2.6377),
@@ -31,7 +32,8 @@ def coefficient_schedule(
         steps: number of steps, below 100 as in torch.
 
     Raises:
-        ValueError: an unknown name, something that is no triple, or another number of triples than of steps.
+        ValueError: an unknown name, something that is no triple, or another number of triples than
+            of steps.
     """
     if not 0 <= steps < 100:
         raise ValueError(f"ns_steps: expected 0 <= ns_steps < 100, got {steps!r}")
@@ -70,10 +72,10 @@ def orthogonalize(
 ) -> Tensor:
     """Return a matrix near U V^T of x = U S V^T: every singular value is brought close to 1.
 
-    The operations and their order are those of torch.optim.Muon, so that with `dtype=torch.bfloat16` the
-    result has the same bits. The work happens on a row-major copy: `x` keeps its values whatever its dtype
-    (torch normalizes a bfloat16 momentum buffer in place, pytorch#190597), and the result does not depend
-    on how `x` lies in memory.
+    The operations and their order are those of torch.optim.Muon, so that with
+    `dtype=torch.bfloat16` the result has the same bits. The work happens on a row-major copy: `x`
+    keeps its values whatever its dtype (torch normalizes a bfloat16 momentum buffer in place,
+    pytorch#190597), and the result does not depend on how `x` lies in memory.
 
     Args:
         x: (m, n), any floating dtype and strides.
@@ -107,7 +109,8 @@ def orthogonalize(
 
 
 def newton_schulz_cost(rows: int, cols: int, steps: int) -> int:
-    """Return the multiply-adds of `orthogonalize`: two products with the long side and one without, a step.
+    """Return the multiply-adds of `orthogonalize`: two products with the long side and one without,
+    a step.
 
     Example:
         >>> newton_schulz_cost(4, 8, steps=5)

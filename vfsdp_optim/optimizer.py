@@ -1,10 +1,10 @@
-"""The optimizer that all algorithms share: groups, state, and one `step()` for plain and sharded parameters.
+"""The optimizer that all algorithms share: groups, state, and one `step()`, sharded or not.
 
-Touches local tensors; communicates once to compare plans between ranks, and in the exchange of matrices.
+Touches local tensors; communicates once to compare plans, and in the exchange of matrices.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,9 +22,9 @@ from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.matrices import Job, LocalMatrices, ShardedMatrices, make_jobs
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.runs import Member, Span, find_spans
-from vfsdp_optim.states import PlainFormat, is_sharded, saved_values, user_view
+from vfsdp_optim.states import PlainFormat, is_sharded, local_data, saved_values, user_view
 
-# Elements a rank receives in one wave: 32 MiB in bfloat16, enough for every matrix of an 8B model but its FFN's.
+# Elements a rank receives in one wave: 32 MiB in bfloat16, or one 4096 x 4096 matrix.
 WAVE_NUMEL = 1 << 24
 
 
@@ -52,13 +52,14 @@ class _Layout:
 class StructuredOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose groups may use different algorithms, on plain or sharded parameters.
 
-    A group chooses with the key `algorithm`; each algorithm has its own defaults, so a group never inherits
-    the learning rate or weight decay of another algorithm. `defaults` holds the keys of all algorithms in
-    use, as torch's schedulers expect. A scheduler that cycles momentum writes `betas` of every group where an
-    AdamW group exists (Muon ignores them), else `momentum`.
+    A group chooses with the key `algorithm`; each algorithm has its own defaults, so a group never
+    inherits the learning rate or weight decay of another algorithm. `defaults` holds the keys of
+    all algorithms in use, as torch's schedulers expect. A scheduler that cycles momentum writes
+    `betas` of every group where an AdamW group exists (Muon ignores them), else `momentum`.
 
-    State exists from the first look at `state` or `state_dict()` on, all zero before the first step, with the
-    same keys before and after. Parameters without a gradient are skipped: no decay, no count, as in torch.
+    State exists from the first look at `state` or `state_dict()` on, all zero before the first
+    step, with the same keys before and after. Parameters without a gradient are skipped: no decay,
+    no count, as in torch.
 
     Args:
         params: parameters, named parameters, or groups, as in torch.
@@ -95,8 +96,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Add a group; see the class for its keys.
 
         Raises:
-            ValueError: an unknown algorithm or key, a value out of range, or a parameter that the algorithm
-                cannot treat.
+            ValueError: an unknown algorithm or key, a value out of range, or a parameter that the
+                algorithm cannot treat.
             NotImplementedError: a request or a kind of DTensor that is not supported.
         """
         group = dict(param_group)
@@ -104,12 +105,15 @@ class StructuredOptimizer(torch.optim.Optimizer):
         name = group.setdefault("algorithm", self._default_algorithm)
         if name not in self._algorithms:
             raise ValueError(
-                f"{where}: {type(self).__name__} has no algorithm {name!r}, only {sorted(self._algorithms)}"
-                "; use vfsdp_optim.Muon for groups of both"
+                f"{where}: {type(self).__name__} has no algorithm {name!r}, only "
+                f"{sorted(self._algorithms)}; use vfsdp_optim.Muon for groups of both"
             )
         algorithm = self._algorithms[name]
         algorithm.complete(group, where)
-        # The base class would give the group every key of `defaults`, those of other algorithms too.
+        if not isinstance(group["params"], Tensor | set):  # for which the base class has rules
+            group["params"] = list(group["params"])
+            _check_distinct(group["params"], where)
+        # The base class would give the group every key of `defaults`, other algorithms' too.
         union, self.defaults = self.defaults, {}
         try:
             super().add_param_group(group)
@@ -129,7 +133,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 each.setdefault("betas", self.defaults["betas"])
 
     def demands(self, param: Tensor) -> tuple[Demand, ...]:
-        """Return the structure that the state and the step need of `param`; nothing of a foreign one."""
+        """Return the structure that state and step need of `param`; () if it is in no group."""
         for group in self.param_groups:
             if any(param is p for p in group["params"]):
                 algorithm = self._algorithms[group["algorithm"]]
@@ -140,8 +144,32 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 return stored, Demand(structure, "step", by=type(self).__name__)
         return ()
 
+    def rebind(self, sharded: Mapping[Tensor, Tensor]) -> None:
+        """Put parameters in the place of others, as `fully_shard(optimizer=...)` does.
+
+        Args:
+            sharded: parameter of a group -> what takes its place; foreign parameters are ignored.
+
+        Raises:
+            RuntimeError: a parameter has been stepped; its state belongs to the old layout.
+        """
+        for g, group in enumerate(self.param_groups):
+            for param, fqn in _named(group, f"group {g}"):
+                state = self._states.get(param, {}) if param in sharded else {}
+                if any(bool(local_data(value).any()) for value in state.values()):
+                    raise RuntimeError(
+                        f"{fqn} has optimizer state already and cannot be replaced; call "
+                        "fully_shard before the first step, or build the optimizer after it"
+                    )
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param in sharded:
+                    self._states.pop(param, None)
+            group["params"] = [sharded.get(param, param) for param in group["params"]]
+        self._layout = None
+
     def plan(self) -> OptimizerPlan:
-        """Return what happens to each parameter in a step, printable as a table. Communicates nothing."""
+        """Return what a step does with each parameter, to print; communicates nothing."""
         layout = self._current_layout()
         jobs = list(self._jobs(layout).values())
         algorithms = [self._algorithm(member).name for member in layout.members]
@@ -150,8 +178,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
     # ---------------------------------------------------------------- state
 
     @property
-    def state(self) -> defaultdict[Tensor, Any]:  # type: ignore[override]
-        """State by parameter, as in torch; reading it makes the zero state of parameters that have none."""
+    def state(self) -> defaultdict[Tensor, Any]:
+        """State by parameter, as in torch; reading it makes the zero state where there is none."""
         self._current_layout()
         return self._states
 
@@ -180,13 +208,13 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a `state_dict()` into the state; all checks come before the first write.
 
-        Parameters are matched by name where both sides have `param_names`, else by position as in torch.
-        States keep the dtype they were saved in. A sharded parameter takes full tensors, or pieces in any
-        layout; in another layout than the parameter's, this is a collective.
+        Parameters are matched by name where both sides have `param_names`, else by position as in
+        torch. States keep the dtype they were saved in. A sharded parameter takes full tensors, or
+        pieces in any layout; in another layout than the parameter's, this is a collective.
 
         Raises:
-            ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key that
-                gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
+            ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key
+                that gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -224,8 +252,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     @torch.compiler.disable
     @torch.no_grad()
-    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Update the parameters from their gradients; with sharded parameters, every rank must call it.
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update the parameters from their gradients; with sharded parameters, every rank must call
+        it.
 
         Args:
             closure: called once, with grad enabled, before the update.
@@ -261,7 +290,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return self._algorithms[self.param_groups[member.group]["algorithm"]]
 
     def _has_state(self, param: Tensor) -> bool:
-        # torch's optimizers step whatever has a gradient, and keep the state of what was frozen later.
+        # torch's optimizers step whatever has a gradient, and keep the state of what was frozen
+        # later.
         return param.requires_grad or param.grad is not None or param in self._states
 
     def _layout_key(self) -> object:
@@ -309,7 +339,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return _Layout(None, members, spans, steps, counting)
 
     def _jobs(self, layout: _Layout) -> dict[tuple[Any, torch.dtype | None], list[Job]]:
-        """Return the units of all matrix groups, by (mesh, dtype on the wire); (None, None) for plain ones."""
+        """Return matrix units by (mesh, dtype on the wire), and by (None, None) of plain ones."""
         jobs: dict[tuple[Any, torch.dtype | None], list[Job]] = {}
         for member in layout.members:
             group = self.param_groups[member.group]
@@ -348,10 +378,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
             if isinstance(param, RaggedDTensor):
                 keys = self._algorithms[group["algorithm"]].structural_keys
                 structural = " ".join(f"{key}={group[key]!r}" for key in keys)
-                lines.setdefault(
-                    param.device_mesh.get_group(), [f"wave_numel={self._wave_numel}"]
-                ).append(
-                    f"{member.fqn} {tuple(param.shape)} {param.dtype} {param.placement!r} {structural}"
+                head = [f"wave_numel={self._wave_numel}"]
+                lines.setdefault(param.device_mesh.get_group(), head).append(
+                    f"{member.fqn} {tuple(param.shape)} {param.dtype} {param.placement!r} "
+                    f"{structural}"
                 )
         for process_group, text in lines.items():
             check_same_on_all_ranks("\n".join(text), process_group, "the optimizer's plan")
@@ -364,11 +394,19 @@ def _named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
         yield param, names[i] if names else f"{where}, parameter {i} of shape {tuple(param.shape)}"
 
 
+def _check_distinct(params: list[Any], where: str) -> None:
+    first: dict[int, int] = {}
+    for i, item in enumerate(params):
+        param = item[1] if isinstance(item, tuple) else item
+        if first.setdefault(id(param), i) != i:
+            raise ValueError(f"{where}: {first[id(param)]} and {i} are the same parameter")
+
+
 def _check_kind(param: Tensor, fqn: str) -> None:
     if isinstance(param, DTensor) and not is_sharded(param):
         raise NotImplementedError(
-            f"{fqn}: parameters that are a {type(param).__name__} with placements {param.placements} are "
-            "not supported; shard the model with vfsdp_optim.fully_shard"
+            f"{fqn}: parameters that are a {type(param).__name__} with placements "
+            f"{param.placements} are not supported; shard the model with vfsdp_optim.fully_shard"
         )
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
@@ -377,7 +415,7 @@ def _check_kind(param: Tensor, fqn: str) -> None:
 def _state_dtypes(
     keys: tuple[str, ...], group: dict[str, Any], param: Tensor, old: dict[str, Any]
 ) -> dict[str, torch.dtype]:
-    """Return the dtype of each state: that of existing state, else the group's choice, else the parameter's."""
+    """Return state dtypes: of existing state, else as the group says, else the parameter's."""
     chosen = group.get("state_dtype") or param.dtype
     return {key: old[key].dtype if key in old else chosen for key in keys}
 

@@ -19,7 +19,8 @@ class PlanRow:
         fqn: its name.
         shape: global.
         algorithm: of its group.
-        matrices: how many matrices it is, and their shape, such as "8 x 512x128"; empty if element-wise.
+        matrices: how many matrices it is, and their shape, such as "8 x 512x128"; empty if
+            element-wise.
         resident: units that lie whole on a rank.
         owned: units that travel to an owner.
         owners: ranks that compute its units.
@@ -99,7 +100,7 @@ def make_plan(
     *,
     wave_numel: int,
 ) -> OptimizerPlan:
-    """Return the plan of parameters whose matrix units are in `jobs_by_mesh`, one list a mesh and wire dtype."""
+    """Return the plan; `jobs_by_mesh` has one list of units for each mesh and wire dtype."""
     rows = {
         m.number: PlanRow(m.fqn, tuple(m.param.shape), a)
         for m, a in zip(members, algorithms, strict=True)

@@ -1,24 +1,26 @@
-"""The long runs of memory that element-wise work is done on, with their state. Touches local tensors only.
+"""The long runs of memory that element-wise work is done on, with their state. Touches local
+tensors only.
 
 [Note: spans and runs]
-A span is a maximal sequence of parameters of one group whose pieces on this rank lie next to each other in
-one storage, as in the flat buffers of `sharding`: each starts where the one before ends, rounded up to the
-alignment. The gaps are padding, which is zero in parameters and gradients, so that element-wise updates may
-run over it. The state of a span is one flat tensor per state key, cut the same way. A plain tensor, and an
-empty piece, is a span of its own.
-In a step a span is one run when every parameter in it has a gradient, the gradients lie like the
-parameters, and all took the same number of steps; else it is cut into the longest runs for which that holds.
+A span is a maximal sequence of parameters of one group whose pieces on this rank lie next to each
+other in one storage, as in the flat buffers of `sharding`: each starts where the one before ends,
+rounded up to the alignment. The gaps are padding, which is zero in parameters and gradients, so
+that element-wise updates may run over it. The state of a span is one flat tensor per state key, cut
+the same way. A plain tensor, and an empty piece, is a span of its own. In a step a span is one run
+when every parameter in it has a gradient, the gradients lie like the parameters, and all took the
+same number of steps; else it is cut into the longest runs for which that holds.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from sharding.planner import ALIGN
 from sharding.ragged_tensor import RaggedDTensor
-from vfsdp_optim.states import StateFormat, is_sharded, local_data
+from vfsdp_optim.states import StateFormat, is_sharded, local_data, local_pointer
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
 _CHUNK = 1 << 16
@@ -52,16 +54,15 @@ class Member:
 
     def __post_init__(self) -> None:
         """Note where the parameter lies."""
-        local = local_data(self.param)
-        self.numel, self.pointer = local.numel(), local.data_ptr()
+        self.numel, self.pointer = local_data(self.param).numel(), local_pointer(self.param)
 
     @property
     def moved(self) -> bool:
         """Whether the parameter has other memory than when the span was found."""
-        return local_data(self.param).data_ptr() != self.pointer
+        return local_pointer(self.param) != self.pointer
 
     def open(self) -> Tensor:
-        """Return the local elements, 1-D in logical order: a view, or a copy of a tensor with other strides."""
+        """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
         return local_data(self.param).reshape(-1)
 
     def close(self, flat: Tensor) -> None:
@@ -83,8 +84,9 @@ class Member:
         if isinstance(param, RaggedDTensor):
             if not isinstance(grad, RaggedDTensor) or grad.placements != param.placements:
                 raise TypeError(
-                    f"{self.fqn}: expected a gradient laid out as its parameter, {param.placements!r}, got "
-                    f"{type(grad).__name__} with placements {getattr(grad, 'placements', None)!r}"
+                    f"{self.fqn}: expected a gradient laid out as its parameter, in "
+                    f"{param.placements!r}, got a {type(grad).__name__} in "
+                    f"{getattr(grad, 'placements', None)!r}"
                 )
             return grad._local_tensor
         if grad.layout is not torch.strided:
@@ -117,7 +119,7 @@ class Run:
     step: float
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield (param, grad, states) in pieces that fit the caches; on other devices than the CPU all at once."""
+        """Yield (param, grad, states) in pieces that fit a CPU's caches; elsewhere all at once."""
         size = _CHUNK * torch.get_num_threads()
         if self.param.device.type != "cpu" or self.param.numel() <= size:
             yield self.param, self.grad, self.states
@@ -129,7 +131,7 @@ class Run:
             yield param, grad, dict(zip(self.states, states, strict=True))
 
     def clear_gaps(self) -> None:
-        """Make the padding of parameters and states zero again, after an update that may have written it."""
+        """Zero the padding of parameters and states again, after an update that wrote it."""
         for start, stop in self.gaps:
             for tensor in (self.param, *self.states.values()):
                 tensor[start:stop].zero_()
@@ -233,7 +235,7 @@ class Span:
                 members = self.members[first:last]
                 gaps = tuple(
                     (a.start + a.numel - start, b.start - start)
-                    for a, b in zip(members, members[1:], strict=False)
+                    for a, b in pairwise(members)
                     if b.start > a.start + a.numel
                 )
                 stop = members[-1].start + members[-1].numel
@@ -289,7 +291,7 @@ def _can_join(member: Member) -> bool:
 
 
 def _follows(chain: list[Member], member: Member) -> bool:
-    """Return whether `member` lies right behind the last of `chain`; then set its start in the span."""
+    """Return whether `member` continues `chain`; if so, set its start in the span."""
     last = chain[-1]
     a, b = local_data(last.param), local_data(member.param)
     end = a.storage_offset() + a.numel()
@@ -299,7 +301,8 @@ def _follows(chain: list[Member], member: Member) -> bool:
         and last.state_dtypes == member.state_dtypes
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     )
+    offset = int(b.storage_offset() - a.storage_offset())
     if not alike or b.storage_offset() not in (end, -(-end // ALIGN) * ALIGN):
         return False
-    member.start = last.start + b.storage_offset() - a.storage_offset()
+    member.start = last.start + offset
     return True

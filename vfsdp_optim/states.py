@@ -1,4 +1,5 @@
-"""Where optimizer state lives: flat tensors, the views of them that users see, and copies into them."""
+"""Where optimizer state lives: flat tensors, the views of them that users see, and copies into
+them."""
 
 from abc import ABC, abstractmethod
 from typing import Any, ClassVar
@@ -36,10 +37,15 @@ def is_sharded(param: Tensor) -> bool:
 
 
 def local_data(tensor: Tensor) -> Tensor:
-    """Return the elements on this rank, without autograd: 1-D if sharded, else in the tensor's shape."""
+    """Return the elements on this rank, detached: 1-D if sharded, else in the shape."""
     if isinstance(tensor, RaggedDTensor):
         return tensor._local_tensor.detach()
     return tensor.detach()
+
+
+def local_pointer(tensor: Tensor) -> int:
+    """Return the address of the elements on this rank."""
+    return (tensor._local_tensor if isinstance(tensor, RaggedDTensor) else tensor).data_ptr()
 
 
 def local_bounds(param: Tensor) -> tuple[int, int]:
@@ -50,7 +56,7 @@ def local_bounds(param: Tensor) -> tuple[int, int]:
 
 
 def user_view(state: Tensor, param: Tensor) -> Tensor:
-    """Return the 1-D piece `state` as users see it: sharded as the parameter is, or in its shape. No copy."""
+    """Return a view of the 1-D `state` as users see it: sharded, or in the shape."""
     if isinstance(param, RaggedDTensor):
         return RaggedDTensor.from_local(state, param.device_mesh, param.placement, param.shape)
     return state.view(param.shape)
@@ -60,8 +66,9 @@ def saved_values(value: Any, param: Tensor, what: str) -> Tensor:
     """Return the elements of a loaded state that belong to this rank, 1-D.
 
     Args:
-        value: a full tensor of the parameter's shape, or (for a sharded parameter) a `RaggedDTensor` in any
-            layout. Another layout than the parameter's makes this a collective.
+        value: a full tensor of the parameter's shape, or (for a sharded parameter) a
+            `RaggedDTensor` in any layout. Another layout than the parameter's makes this a
+            collective.
         param: the parameter whose state it is.
         what: names the state in errors.
 
@@ -84,8 +91,8 @@ def saved_values(value: Any, param: Tensor, what: str) -> Tensor:
         return local_data(value)
     if isinstance(value, DTensor):
         raise NotImplementedError(
-            f"{what}: got a {type(value).__name__} with placements {value.placements} for a parameter "
-            f"of type {type(param).__name__}; load it through torch.distributed.checkpoint, or pass "
+            f"{what}: got a {type(value).__name__} with placements {value.placements} for a "
+            f"{type(param).__name__}; load it through torch.distributed.checkpoint, or pass "
             "value.full_tensor()"
         )
     start, stop = local_bounds(param)
