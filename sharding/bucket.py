@@ -10,7 +10,7 @@ hooks, of other buckets or of autograd's order: `state.py` calls the verbs at th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import cast
 
@@ -56,10 +56,11 @@ class BucketParameter:
 
 @dataclass(slots=True)
 class _Reduction:
-    """A reduction in flight: one pending mean per segment, and who saw a gradient."""
+    """A reduction in flight: a pending mean and borrowed memory per segment, who saw a gradient."""
 
     means: list[PendingMean]
-    seen: set[int] = field(default_factory=set)
+    borrowed: list[list[Tensor]]
+    seen: set[int]
 
 
 class Bucket:
@@ -313,7 +314,7 @@ class Bucket:
         for parameter in self.parameters:
             parameter.unsharded.grad = None
         for buffer in self.buffers:
-            buffer.give_back_slots(self.workspace)
+            self.workspace.give_back(buffer.release_slots())
         self._arrived.clear()
         self._seen.clear()
 
@@ -373,7 +374,8 @@ class Bucket:
             numel = self.transport.reduce_workspace_numel(buffer.slot_numel)
             received = buffer.borrow_receive(self.workspace, numel)
             means.append(self.transport.reduce_scatter_(slots.view(-1), received, tag))
-        self._reduction = _Reduction(means, self._seen)
+        borrowed = [buffer.release_slots() for buffer in self.buffers]
+        self._reduction = _Reduction(means, borrowed, self._seen)
         self._seen = set()
         self._arrived.clear()
 
@@ -385,7 +387,7 @@ class Bucket:
         reduction, self._reduction = self._reduction, None
         for segment, mean in enumerate(reduction.means):
             self._write_sharded_grads(segment, mean, reduction.seen)
-            self.buffers[segment].give_back_slots(self.workspace)
+            self.workspace.give_back(reduction.borrowed[segment])
 
     def _write_sharded_grads(self, segment: int, mean: PendingMean, seen: set[int]) -> None:
         buffer = self.buffers[segment]

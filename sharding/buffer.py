@@ -94,9 +94,10 @@ class Workspace:
             free.pop()
         return torch.empty(numel, dtype=dtype, device=device)
 
-    def give_back(self, tensor: Tensor) -> None:
-        """Makes a borrowed tensor available again."""
-        self._free.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Makes borrowed tensors available again."""
+        for tensor in tensors:
+            self._free.setdefault((tensor.device, tensor.dtype), []).append(tensor)
 
 
 class DistributedBuffer:
@@ -217,12 +218,11 @@ class DistributedBuffer:
         self._borrowed.append(tensor)
         return tensor[:numel]
 
-    def give_back_slots(self, workspace: Workspace) -> None:
-        """Returns what the reduction borrowed."""
-        for tensor in self._borrowed:
-            workspace.give_back(tensor)
-        self._borrowed.clear()
+    def release_slots(self) -> list[Tensor]:
+        """Hands over what was borrowed; a gradient that comes later borrows anew."""
+        borrowed, self._borrowed = self._borrowed, []
         self.grad_slots = None
+        return borrowed
 
     def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
         """Copies (or adds) a full gradient into the slots, cast to the reduce dtype."""

@@ -25,6 +25,9 @@ from sharding.structure import DeclaresStructure, Demand, Structure
 
 StructureFn = Callable[[str, nn.Parameter], Structure | None]
 Site = tuple[nn.Module, str]
+# Set on the original of a sharded parameter: a later call that meets it has found a tie.
+_TAKEN = "_fully_sharded_as"
+
 ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
 
 
@@ -97,6 +100,8 @@ def fully_shard(
             mp_policy=mp_policy,
             device=_storage_device(originals, mesh),
         )
+        for fqn, original in zip(sites, originals, strict=True):
+            setattr(original, _TAKEN, fqn)
         if optimizer is not None:
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals, sharded, strict=True)))
@@ -253,11 +258,17 @@ def _parameter_at(site: Site) -> nn.Parameter:
 
 def _check_parameters(sites: dict[str, list[Site]]) -> None:
     for fqn, held in sites.items():
-        if isinstance(_parameter_at(held[0]), DTensor):
+        parameter = _parameter_at(held[0])
+        if (other := getattr(parameter, _TAKEN, None)) is not None:
             raise ValueError(
-                f"{fqn} is a {type(_parameter_at(held[0])).__name__} already; a parameter that "
-                f"belongs to an earlier fully_shard call as well is tied: put the modules that "
-                f"share it into one call, fully_shard([a, b]). Tensor parallelism is not supported"
+                f"{fqn} is tied to {other} of an earlier fully_shard call, which would untie them; "
+                f"put the modules that share it into one call, fully_shard([a, b]), or leave both "
+                f"to the call on the model that holds them"
+            )
+        if isinstance(parameter, DTensor):
+            raise ValueError(
+                f"{fqn} is a {type(parameter).__name__} placed as {parameter.placements!r} already; "
+                f"tensor parallelism is not supported: shard plain parameters"
             )
 
 

@@ -39,14 +39,14 @@ class RootContext:
     Attributes:
         root: The state whose module runs first.
         states: All states of the root, itself included.
-        in_backward: From the first pre-backward hook of a backward until its end.
     """
 
     def __init__(self, root: ModuleState) -> None:
         self.root = root
         self.states: list[ModuleState] = []
         self.workspace = Workspace()
-        self.in_backward = False
+        self._in_backward = False  # from the first pre-backward hook until the end of backward
+        self._builds_graph = False  # whether the root's forward runs under autograd
         self._order: list[Bucket] = []  # as their modules entered forward in this iteration
         self._previous_order: list[Bucket] = []  # the same, of the iteration before
         self._unreduced: list[Bucket] = []  # ran forward under autograd since their last reduction
@@ -58,10 +58,18 @@ class RootContext:
         """All buckets below the root, parents before children."""
         return [state.bucket for state in self.states if state.bucket is not None]
 
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward of this model runs; not so any more after one that raised."""
+        return self._in_backward and torch._C._current_graph_task_id() != -1
+
     # -- forward --------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
         """Starts an iteration: nothing that an optimizer may have changed stays unsharded."""
+        if self._in_backward:  # the last backward raised
+            self.reset()
+        self._builds_graph = torch.is_grad_enabled()
         for bucket in self.buckets:
             if bucket.reshard_after_backward:
                 bucket.reshard()
@@ -69,6 +77,7 @@ class RootContext:
 
     def end_forward(self) -> None:
         """Drops gathers that were started for modules that did not run."""
+        self._builds_graph = False
         for bucket in self.buckets:
             if bucket.state is ShardedState.IN_FLIGHT or not torch.is_grad_enabled():
                 bucket.reshard()
@@ -77,7 +86,8 @@ class RootContext:
         """Records the order of execution and starts the gather of the bucket that comes next."""
         if bucket not in self._order:
             self._order.append(bucket)
-        if torch.is_grad_enabled() and bucket not in self._unreduced:
+        # Reentrant checkpointing runs forward without autograd, and once more in backward.
+        if (self._builds_graph or torch.is_grad_enabled()) and bucket not in self._unreduced:
             self._unreduced.append(bucket)
         _prefetch(bucket, self._previous_order, step=1)
 
@@ -87,7 +97,9 @@ class RootContext:
         """Queues the end of this backward; called by every pre-backward hook, acts once."""
         if self.in_backward:
             return
-        self.in_backward = True
+        if self._in_backward:  # the last backward raised
+            self.reset()
+        self._in_backward = True
         self._to_reduce = []
         for bucket in reversed(self._unreduced):
             self._join_backward(bucket)
@@ -127,7 +139,7 @@ class RootContext:
                 self._start_reduction(bucket)
         self._finish_reductions()
         self._unreduced = [b for b in self._unreduced if not b.requires_gradient_sync]
-        self.in_backward = False
+        self._in_backward = False
         for state in self.states:
             state.in_backward = False
         for bucket in self.buckets:
@@ -146,7 +158,7 @@ class RootContext:
         """
         self._finish_reductions()
         self._to_reduce, self._unreduced = [], []
-        self.in_backward = False
+        self._in_backward = False
         for state in self.states:
             state.reset()
 
@@ -265,12 +277,11 @@ class ModuleState:
         if not self._running:
             self._running = set(self.modules)
         self.bucket.wait_for_unshard()
-        if recompute:
-            return args, kwargs
-        context.entered(self.bucket)
-        for state in self.forward_prefetch:
-            if state.bucket is not None:
-                state.bucket.unshard()
+        if not recompute:
+            context.entered(self.bucket)
+            for state in self.forward_prefetch:
+                if state.bucket is not None:
+                    state.bucket.unshard()
         return self._watch_inputs(args, kwargs)
 
     @torch._dynamo.disable
@@ -280,10 +291,9 @@ class ModuleState:
         if self.bucket is not None and not self._running and not self.in_backward:
             if context.in_backward or self.reshard_after_forward is not False:
                 self.bucket.reshard()
-        if not context.in_backward:
-            self._watch_outputs(output)
-            if context.root is self:
-                context.end_forward()
+        self._watch_outputs(output)
+        if context.root is self and not context.in_backward:
+            context.end_forward()
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         return output

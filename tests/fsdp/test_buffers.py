@@ -102,8 +102,7 @@ def test_workspace_reuses_the_smallest_that_fits() -> None:
     workspace = Workspace()
     small = workspace.borrow(10, torch.float32, torch.device("cpu"))
     large = workspace.borrow(100, torch.float32, torch.device("cpu"))
-    workspace.give_back(large)
-    workspace.give_back(small)
+    workspace.give_back([large, small])
     assert workspace.borrow(5, torch.float32, torch.device("cpu")) is small
     assert workspace.borrow(5, torch.bfloat16, torch.device("cpu")) is not large
     assert workspace.borrow(50, torch.float32, torch.device("cpu")) is large

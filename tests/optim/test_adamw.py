@@ -62,9 +62,7 @@ def assert_same(ours, params, theirs, reference):
     betas=st.sampled_from([(0.9, 0.999), (0.0, 0.5)]),
     missing=st.frozensets(st.integers(0, 4)),
 )
-def test_step_has_torchs_bits(
-    dtype, shapes, seed, amsgrad, maximize, weight_decay, betas, missing
-):
+def test_step_has_torchs_bits(dtype, shapes, seed, amsgrad, maximize, weight_decay, betas, missing):
     # In bfloat16 foreach rounds betas and decay to bfloat16, the loop over tensors does not: there
     # ours has the bits of the loop, and 0-D tensors, whose scalars torch rounds too, are left out.
     foreach = dtype is not torch.bfloat16

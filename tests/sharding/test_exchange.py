@@ -69,7 +69,9 @@ def check_returned(exchange: Exchange, wave: int, step: int, dtype: torch.dtype)
     for unit in exchange.held_units(wave):
         spec = exchange.plan.units[unit]
         _, start, stop = next(p for p in spec.pieces() if p[0] == exchange.rank)
-        expected = full_unit(unit, spec.numel, step).to(dtype).mul_(2).add_(torch.arange(spec.numel))
+        expected = (
+            full_unit(unit, spec.numel, step).to(dtype).mul_(2).add_(torch.arange(spec.numel))
+        )
         assert torch.equal(exchange.piece(unit), expected[start:stop])
 
 

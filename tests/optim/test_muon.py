@@ -1,0 +1,442 @@
+"""Muon: torch's bits on matrices, the right matrices of other shapes, and AdamW groups beside."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import (
+    CosineAnnealingLR,
+    CyclicLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    SequentialLR,
+)
+
+from sharding.structure import Blocks, FullMatrix
+from vfsdp_optim.adamw import AdamW
+from vfsdp_optim.muon import Muon
+
+shapes_2d = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4)
+
+
+def parameters(shapes, seed=0, dtype=torch.float32) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(seed)
+    return [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in shapes]
+
+
+def set_gradients(params, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in params:
+        p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+
+
+def train(optimizer, params, steps, first_seed=100):
+    for step in range(steps):
+        set_gradients(params, first_seed + step)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("adjust_lr_fn", [None, "original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+@given(
+    shapes=shapes_2d,
+    seed=st.integers(0, 2**31),
+    momentum=st.sampled_from([0.0, 0.95]),
+    ns_steps=st.sampled_from([1, 5]),
+)
+def test_step_has_torchs_bits(adjust_lr_fn, nesterov, shapes, seed, momentum, ns_steps):
+    options = dict(
+        lr=0.1, weight_decay=0.5, momentum=momentum, nesterov=nesterov, ns_steps=ns_steps,
+        adjust_lr_fn=adjust_lr_fn,
+    )  # fmt: skip
+    params, reference = parameters(shapes, seed), parameters(shapes, seed)
+    ours = Muon(params, ns_dtype=torch.bfloat16, **options)
+    theirs = torch.optim.Muon(reference, **options)
+    train(ours, params, 3, seed + 1)
+    train(theirs, reference, 3, seed + 1)
+    for p, q in zip(params, reference, strict=True):
+        assert torch.equal(p, q)
+        momentum_of = (ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
+        assert torch.equal(*momentum_of)
+
+
+def test_defaults_are_torchs():
+    (p,), (q,) = parameters([(3, 4)]), parameters([(3, 4)])
+    ours, theirs = Muon([p]).param_groups[0], torch.optim.Muon([q]).param_groups[0]
+    assert {key: ours[key] for key in theirs if key != "params"} == {
+        key: value for key, value in theirs.items() if key != "params"
+    }
+
+
+# A float32 reference for the whole rule, written out with the matrices it is given.
+
+
+def reference_orthogonalize(x: Tensor) -> Tensor:
+    u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
+    s = s / s.norm().clamp(min=1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+def reference_step(matrices, momenta, grads, lr=0.1, decay=0.5, mu=0.95):
+    for x, m, g in zip(matrices, momenta, grads, strict=True):
+        m.lerp_(g, 1 - mu)
+        update = reference_orthogonalize(g.lerp(m, mu))
+        x.mul_(1 - lr * decay)
+        x.sub_(lr * max(1, x.size(0) / x.size(1)) ** 0.5 * update.to(x.dtype))
+
+
+CUTS = {
+    # name: (shape, pattern, how a user would cut it by hand)
+    "conv": ((6, 4, 3, 3), "o ... -> o (...)", lambda x: [x.reshape(6, 36)]),
+    "experts": ((3, 5, 7), "e m n -> e m n", lambda x: list(x)),
+    "fused_qkv": ((18, 5), "(q m) n -> q m n; q=3", lambda x: list(x.chunk(3))),
+    "row_heads": ((12, 9), "(h d) n -> h d n; h=4", lambda x: list(x.chunk(4))),
+    "column_heads": ((9, 12), "m (h d) -> h m d; h=4", lambda x: list(x.chunk(4, dim=1))),
+    "row_splits": ((10, 4), "m n -> m n; row_splits=6,3,1", lambda x: list(x.split([6, 3, 1]))),
+    "vector": ((1, 9), None, lambda x: [x]),
+}
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_matrices_of_a_parameter_are_updated_as_if_they_were_parameters(name):
+    # Flattened experts, whole fused projections and kernel sizes taken for the shape of a
+    # convolution are faults of other implementations (KellerJordan/Muon, HeavyBall).
+    shape, pattern, cut = CUTS[name]
+    (p,) = parameters([shape])
+    optimizer = Muon([{"params": [p], "matrices": pattern}], lr=0.1, weight_decay=0.5)
+    matrices = [x.clone() for x in cut(p.detach().double())]
+    momenta = [torch.zeros_like(x) for x in matrices]
+    for step in range(3):
+        set_gradients([p], step)
+        reference_step(matrices, momenta, cut(p.grad.double()))
+        optimizer.step()
+    for actual, expected in zip(cut(p.detach()), matrices, strict=True):
+        # Five Newton-Schulz steps amplify float32's rounding by about 1e3.
+        torch.testing.assert_close(actual.double(), expected, atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("strides", ["parameter", "gradient", "both"])
+def test_strides_do_not_matter(strides):
+    (full,) = parameters([(6, 4, 3, 3)])
+    plain = nn.Parameter(full.detach().clone())
+    memory = torch.channels_last if strides != "gradient" else torch.contiguous_format
+    p = nn.Parameter(full.detach().clone(memory_format=memory))
+    group = {"matrices": "o ... -> o (...)", "lr": 0.1}
+    ours, theirs = Muon([{"params": [p], **group}]), Muon([{"params": [plain], **group}])
+    for step in range(3):
+        set_gradients([plain], step)
+        p.grad = plain.grad.clone()
+        if strides != "parameter":
+            p.grad = p.grad.transpose(0, 2).contiguous().transpose(0, 2)
+        ours.step()
+        theirs.step()
+    assert torch.equal(p, plain)
+    assert p.is_contiguous(memory_format=memory)
+
+
+def test_momentum_of_bfloat16_parameters_is_not_normalized():
+    # torch normalizes it in place: pytorch#190597
+    p = nn.Parameter(torch.zeros(8, 5, dtype=torch.bfloat16))
+    p.grad = torch.ones_like(p)
+    optimizer = Muon([p], lr=0.1, momentum=0.9, nesterov=False, ns_dtype=torch.bfloat16)
+    optimizer.step()
+    expected = torch.zeros_like(p).lerp(torch.ones_like(p), 1 - 0.9)
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], expected)
+    assert torch.equal(p.grad, torch.ones_like(p))
+    assert p.any()
+
+
+def test_parameter_without_gradient_is_skipped():
+    # KellerJordan/Muon#54
+    p, q = parameters([(4, 4), (4, 4)])
+    before = q.detach().clone()
+    optimizer = Muon([p, q], lr=0.1, weight_decay=0.5)
+    p.grad = torch.ones(4, 4)
+    optimizer.step()
+    assert torch.equal(q, before)
+    assert not optimizer.state[q]["momentum_buffer"].any()
+
+
+def test_update_does_not_scale_with_the_gradient():
+    # A step that skipped Newton-Schulz would: DeepSpeed#8441 trained plain SGD as Muon.
+    moved = []
+    for scale in (1.0, 1000.0):
+        (p,) = parameters([(6, 6)])
+        optimizer = Muon([p], lr=0.1, weight_decay=0.0, ns_dtype=torch.float32)
+        before = p.detach().clone()
+        p.grad = scale * torch.randn(6, 6, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        moved.append(p.detach() - before)
+    torch.testing.assert_close(moved[0], moved[1], atol=1e-4, rtol=0)
+    singular_values = torch.linalg.svdvals(moved[0] / 0.1)
+    assert 0.5 < singular_values.median() < 1.3
+
+
+def test_float32_momentum_of_bfloat16_parameters():
+    (p,) = parameters([(6, 4)], dtype=torch.bfloat16)
+    optimizer = Muon([p], lr=0.1, state_dtype=torch.float32)
+    expected = torch.zeros(6, 4)
+    for step in range(3):
+        set_gradients([p], step)
+        expected.lerp_(p.grad.float(), 1 - 0.95)
+        optimizer.step()
+    assert torch.equal(optimizer.state[p]["momentum_buffer"], expected)
+
+
+# -------------------------------------------------------------------- groups
+
+
+def mixed(**muon) -> tuple[Muon, list[nn.Parameter]]:
+    params = parameters([(4, 6), (6, 4), (5,), (3, 3)])
+    groups = [
+        {"params": [("a", params[0]), ("b", params[1])], "lr": 1e-3, "weight_decay": 0.1},
+        {"params": [("c", params[2]), ("d", params[3])], "algorithm": "adamw", "lr": 1e-4,
+         "weight_decay": 0.0},
+    ]  # fmt: skip
+    return Muon(groups, **{"lr": 0.5, "weight_decay": 0.01, **muon}), params
+
+
+def test_groups_of_both_algorithms_step_as_two_optimizers_would():
+    optimizer, params = mixed(ns_dtype=torch.bfloat16)
+    reference = [nn.Parameter(p.detach().clone()) for p in params]
+    muon = torch.optim.Muon(reference[:2], lr=1e-3, weight_decay=0.1)
+    adamw = torch.optim.AdamW(reference[2:], lr=1e-4, weight_decay=0.0, foreach=True)
+    for step in range(4):
+        set_gradients(params, step)
+        set_gradients(reference, step)
+        optimizer.step()
+        muon.step()
+        adamw.step()
+    for p, q in zip(params, reference, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_adamw_group_takes_adamws_defaults_and_not_muons():
+    (p,), (q,) = parameters([(5,)]), parameters([(5,)])
+    optimizer = Muon(
+        [{"params": [p], "algorithm": "adamw"}], lr=9.0, weight_decay=9.0, momentum=0.5, eps=9.0
+    )
+    (group,) = optimizer.param_groups
+    (theirs,) = torch.optim.AdamW([q]).param_groups
+    assert "momentum" not in group
+    for key in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
+        assert group[key] == theirs[key]
+
+
+def test_explicit_zeros_of_a_group_are_kept():
+    optimizer, _ = mixed()
+    optimizer.add_param_group(
+        {
+            "params": [("e", parameters([(2, 2)])[0])],
+            "momentum": 0.0,
+            "weight_decay": 0.0,
+            "lr": 0.0,
+        }
+    )
+    added = optimizer.param_groups[-1]
+    assert (added["momentum"], added["weight_decay"], added["lr"]) == (0.0, 0.0, 0.0)
+    muon, adamw = optimizer.param_groups[:2]
+    assert (muon["lr"], muon["weight_decay"]) == (1e-3, 0.1)
+    assert (adamw["lr"], adamw["weight_decay"]) == (1e-4, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("group", "fact"),
+    [
+        ({"shape": (3,)}, r"w: Muon updates matrices.*\(3,\).*param_groups\(model\).*\"adamw\""),
+        ({"shape": (2, 3, 4)}, r"w: Muon updates matrices.*\(2, 3, 4\)"),
+        ({"shape": (3, 4), "matrices": "e m n -> e m n"}, r"w: .*e m n -> e m n"),
+        ({"shape": (3, 4), "matrices": "nonsense"}, "param group 0: .*nonsense"),
+        ({"shape": (3, 4), "algorithm": "sgd"}, "param group 0: Muon has no algorithm 'sgd'"),
+        ({"shape": (3, 4), "use_muon": True}, "param group 0: algorithm 'muon' has no 'use_muon'"),
+        ({"shape": (3,), "algorithm": "adamw", "momentum": 0.9}, "'adamw' has no 'momentum'"),
+        ({"shape": (3, 4), "lr": -1.0}, "param group 0: lr.*-1.0"),
+        ({"shape": (3, 4), "momentum": -0.1}, "momentum.*-0.1"),
+        ({"shape": (3, 4), "adjust_lr_fn": "spectral"}, "'spectral'"),
+        ({"shape": (3, 4), "ns_steps": 100}, "param group 0: ns_steps.*100"),
+        ({"shape": (3, 4), "ns_coefficients": "you5", "ns_steps": 4}, "ns_steps=5"),
+        ({"shape": (3, 4), "ns_dtype": torch.int8}, "ns_dtype.*torch.int8"),
+    ],
+)
+def test_group_that_muon_cannot_treat_is_an_error_that_names_it(group, fact):
+    p = nn.Parameter(torch.zeros(group.pop("shape")))
+    with pytest.raises(ValueError, match=fact):
+        Muon([{"params": [("w", p)], **group}])
+
+
+def test_refused_group_is_not_added():
+    optimizer, _ = mixed()
+    with pytest.raises(ValueError, match="Muon updates matrices"):
+        optimizer.add_param_group({"params": [("bias", parameters([(3,)])[0])]})
+    assert len(optimizer.param_groups) == 2
+
+
+def test_muon_groups_need_muon():
+    with pytest.raises(ValueError, match="AdamW has no algorithm 'muon'.*vfsdp_optim.Muon"):
+        AdamW([{"params": parameters([(3, 3)]), "algorithm": "muon"}])
+
+
+def test_constructor_takes_what_torchs_take():
+    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2, bias=False))
+    assert len(Muon(model.parameters()).param_groups[0]["params"]) == 2
+    named = Muon(model.named_parameters()).param_groups[0]
+    assert named["param_names"] == ["0.weight", "1.weight"]
+    empty = Muon([{"params": []}, {"params": list(model.parameters())}])
+    empty.step()  # before any backward
+    assert len(empty.state_dict()["state"]) == 2
+    empty.load_state_dict(empty.state_dict())
+    with pytest.raises(ValueError, match="empty parameter list"):
+        Muon([])
+    with pytest.raises(TypeError, match="iterable"):
+        Muon(model[0].weight)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda o: LambdaLR(o, [lambda step: 0.5**step, lambda step: 0.1**step]),
+        lambda o: CosineAnnealingLR(o, T_max=9),
+        lambda o: SequentialLR(
+            o, [LambdaLR(o, lambda s: 0.5), LambdaLR(o, lambda s: 0.25)], milestones=[2]
+        ),
+        lambda o: OneCycleLR(o, max_lr=[0.1, 0.2], total_steps=9),
+        lambda o: CyclicLR(o, base_lr=[0.01, 0.02], max_lr=[0.1, 0.2], step_size_up=2),
+    ],
+    ids=["lambda", "cosine", "sequential", "one_cycle", "cyclic"],
+)
+def test_schedulers_drive_groups_of_both_algorithms(make):
+    optimizer, params = mixed()
+    scheduler = make(optimizer)
+    rates = []
+    for step in range(4):
+        set_gradients(params, step)
+        optimizer.step()
+        scheduler.step()
+        rates.append(tuple(group["lr"] for group in optimizer.param_groups))
+        assert rates[-1] == tuple(scheduler.get_last_lr())
+    assert len(set(rates)) > 1
+    assert all(muon != adamw for muon, adamw in rates)
+
+
+def test_momentum_schedulers_cycle_betas_beside_adamw_and_momentum_else():
+    optimizer, _ = mixed()
+    OneCycleLR(optimizer, max_lr=0.1, total_steps=9, max_momentum=0.8)
+    assert [group["betas"][0] for group in optimizer.param_groups] == [0.8, 0.8]
+    alone = Muon(parameters([(3, 3)]))
+    OneCycleLR(alone, max_lr=0.1, total_steps=9, max_momentum=0.8)
+    assert alone.param_groups[0]["momentum"] == 0.8
+
+
+def test_plateau_scheduler_lowers_all_rates():
+    optimizer, _ = mixed()
+    scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+    scheduler.step(1.0)
+    scheduler.step(2.0)
+    assert [group["lr"] for group in optimizer.param_groups] == [5e-4, 5e-5]
+
+
+def test_grad_scaler_skips_a_step_of_the_whole_optimizer():
+    optimizer, params = mixed()
+    before = [p.detach().clone() for p in params]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    set_gradients(params, 0)
+    params[3].grad[0, 0] = float("inf")
+    scaler.scale(torch.ones(()))
+    scaler.step(optimizer)
+    scaler.update()
+    assert all(torch.equal(p, q) for p, q in zip(params, before, strict=True))
+    assert scaler.get_scale() == 2.0
+
+
+# -------------------------------------------------------------------- state and plan
+
+
+def test_state_dict_holds_one_momentum_or_two_moments_a_parameter():
+    optimizer, params = mixed()
+    train(optimizer, params, 1)
+    saved = optimizer.state_dict()
+    muon, adamw = ["momentum_buffer"], ["step", "exp_avg", "exp_avg_sq"]
+    assert {i: list(state) for i, state in saved["state"].items()} == {
+        0: muon, 1: muon, 2: adamw, 3: adamw,
+    }  # fmt: skip
+    assert [group["algorithm"] for group in saved["param_groups"]] == ["muon", "adamw"]
+
+
+def test_resumed_training_has_the_bits_of_the_uninterrupted_one():
+    optimizer, params = mixed()
+    train(optimizer, params, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other, resumed = mixed(lr=0.7)
+    with torch.no_grad():
+        for p, q in zip(params, resumed, strict=True):
+            q.copy_(p)
+    other.load_state_dict(saved)
+    train(optimizer, params, 2, 300)
+    train(other, resumed, 2, 300)
+    for p, q in zip(params, resumed, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_checkpoint_of_torchs_muon_is_loaded():
+    (p,), (q,) = parameters([(5, 4)]), parameters([(5, 4)])
+    theirs = torch.optim.Muon([q], lr=0.1)
+    train(theirs, [q], 2)
+    ours = Muon([p], ns_dtype=torch.bfloat16)
+    ours.load_state_dict(theirs.state_dict())
+    with torch.no_grad():
+        p.copy_(q)
+    train(ours, [p], 2, 300)
+    train(theirs, [q], 2, 300)
+    assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize(
+    ("saved", "loading", "key"),
+    [
+        ({"ns_steps": 4}, {}, "ns_steps=4, the optimizer 5"),
+        ({"ns_coefficients": "you5"}, {}, "ns_coefficients='you5'"),
+        ({"matrices": "(h m) n -> h m n; h=2"}, {}, "matrices="),
+        ({"algorithm": "adamw"}, {}, "algorithm='adamw', the optimizer 'muon'"),
+    ],
+)
+def test_checkpoint_that_means_another_state_is_an_error_that_names_the_group(saved, loading, key):
+    first = Muon([{"params": parameters([(4, 4)]), **saved}])
+    other = Muon([{"params": parameters([(4, 4)]), **loading}])
+    with pytest.raises(ValueError, match=f"param group 0: the checkpoint has .*{key}"):
+        other.load_state_dict(first.state_dict())
+
+
+def test_plan_of_plain_parameters_moves_nothing():
+    params = parameters([(4, 6), (3, 5, 7), (5,)])
+    optimizer = Muon(
+        [
+            {"params": [("w", params[0])], "adjust_lr_fn": "match_rms_adamw"},
+            {"params": [("e", params[1])], "matrices": "e m n -> e m n"},
+            {"params": [("b", params[2])], "algorithm": "adamw"},
+        ]
+    )
+    plan = optimizer.plan()
+    w, e, b = plan.rows
+    assert (w.fqn, w.shape, w.algorithm, w.matrices) == ("w", (4, 6), "muon", "4x6")
+    assert w.scale == 0.2 * 6**0.5
+    assert (e.matrices, e.resident, e.owned, e.owners) == ("3 x 5x7", 3, 0, (0,))
+    assert (b.algorithm, b.matrices) == ("adamw", "")
+    assert plan.moved_bytes == 0
+    text = str(plan)
+    for word in ("3 x 5x7", "0.49", "adamw", "3 parameters"):
+        assert word in text
+
+
+def test_demands_are_blocks_at_rest_and_whole_matrices_in_the_step():
+    optimizer, params = mixed()
+    stored, step = optimizer.demands(params[0])
+    assert (stored.structure, stored.when) == (Blocks(256), "stored")
+    assert (step.structure, step.when, step.by) == (FullMatrix(), "step", "Muon")
+    assert [d.when for d in optimizer.demands(params[2])] == ["stored"]
+    assert optimizer.demands(nn.Parameter(torch.zeros(2))) == ()
