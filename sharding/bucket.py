@@ -22,6 +22,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.buffer import DistributedBuffer, Workspace
 from sharding.collectives import Pending, PendingMean, Transport, next_tag
+from sharding.debug import announce
 from sharding.negotiation import BucketPlan
 from sharding.placement import RaggedShard
 from sharding.planner import ALIGN
@@ -90,6 +91,7 @@ class Bucket:
         self.transport = Transport(self.group)
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
+        self.initial_values = ""  # checksums, in debug mode
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
         self.grad_ready: Callable[[Bucket], None] | None = None  # called after every gradient
@@ -256,6 +258,7 @@ class Bucket:
                 f"parameters {[p.fqn for p in self.parameters]} are on the meta device; call "
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
+        announce(f"gather of bucket {self.name!r}", self.group)
         for buffer, (tag, _) in zip(self.buffers, self._tags, strict=True):
             buffer.allocate_unsharded()
             self._gathers.append(self.transport.all_gather_(buffer.unsharded, tag))
@@ -284,9 +287,9 @@ class Bucket:
         self.state = ShardedState.SHARDED
 
     def _finish_gathers(self) -> None:
-        for gather in self._gathers:
-            gather.wait()
-        self._gathers.clear()
+        gathers, self._gathers = self._gathers, []
+        for gather in gathers:
+            gather.wait(f"the gather of bucket {self.name!r}")
 
     # -- gradients ------------------------------------------------------------------------------
 
@@ -359,6 +362,7 @@ class Bucket:
         """
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
+        announce(f"reduction of bucket {self.name!r}", self.group)
         means = []
         for segment, (buffer, (_, tag)) in enumerate(zip(self.buffers, self._tags, strict=True)):
             if buffer.grad_slots is None:
@@ -396,7 +400,8 @@ class Bucket:
         reduced = buffer.reduced()
         if present:
             self._prepare_accumulation(buffer, members)
-        mean.wait_into(reduced, accumulate=bool(present))
+        what = f"the reduction of bucket {self.name!r}"
+        mean.wait_into(reduced, accumulate=bool(present), what=what)
         buffer.zero_grad_padding()
         for i in members:
             parameter = self.parameters[i]

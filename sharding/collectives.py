@@ -52,11 +52,18 @@ class Pending:
         self._works = works
         self._tensors = tensors
 
-    def wait(self) -> None:
-        """Completes the communication: on CUDA for the current stream, else for the host."""
-        for work in self._works:
-            work.wait()
-        self._works = ()
+    def wait(self, what: str) -> None:
+        """Completes the communication: on CUDA for the current stream, else for the host.
+
+        Raises:
+            RuntimeError: It failed or timed out; says in `what`.
+        """
+        works, self._works = self._works, ()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RuntimeError(f"{what} did not complete: {error}") from error
         self._tensors = ()
 
 
@@ -141,14 +148,15 @@ class PendingMean:
         self._addends = addends
         self._divisor = divisor
 
-    def wait_into(self, out: Tensor, *, accumulate: bool) -> None:
+    def wait_into(self, out: Tensor, *, accumulate: bool, what: str) -> None:
         """Writes (or adds) the mean to `out`, cast to its dtype.
 
         Args:
             out: (slot,), any floating dtype.
             accumulate: Add to `out` instead of overwriting it.
+            what: Names the reduction in errors.
         """
-        self._pending.wait()
+        self._pending.wait(what)
         total = self._sum_in_rank_order()
         if accumulate:
             out.add_(total.div_(self._divisor) if self._divisor > 1 else total)

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from sharding.bucket import Bucket
-from sharding.collectives import check_same_on_all_ranks
+from sharding.debug import checksums
 from sharding.negotiation import ParamSpec, negotiate
 from sharding.state import ModuleState, attach_state, state_of
 from sharding.structure import DeclaresStructure, Demand, Structure
@@ -73,7 +73,7 @@ def fully_shard(
             not 1-D, parameters that are DTensors, demands that cannot be combined.
         TypeError: `module` is not a module.
         NotImplementedError: A valid request of torch's `fully_shard` that is not supported here.
-        RuntimeError: No process group, or plans that differ between ranks.
+        RuntimeError: No process group.
 
     References:
         veScale-FSDP, arXiv:2602.22437; torch.distributed.fsdp.fully_shard.
@@ -92,7 +92,6 @@ def fully_shard(
             for fqn, parameter in zip(sites, originals, strict=True)
         ]
         plan = negotiate(", ".join(type(m).__name__ for m in modules), specs, mesh.size())
-        check_same_on_all_ranks(plan.describe(), mesh.get_group(), "the layout of a bucket")
         bucket = Bucket(
             plan,
             list(sites.values()),
@@ -100,6 +99,7 @@ def fully_shard(
             mp_policy=mp_policy,
             device=_storage_device(originals, mesh),
         )
+        bucket.initial_values = checksums(dict(zip(sites, originals, strict=True)))
         for fqn, original in zip(sites, originals, strict=True):
             setattr(original, _TAKEN, fqn)
         if optimizer is not None:
@@ -267,8 +267,8 @@ def _check_parameters(sites: dict[str, list[Site]]) -> None:
             )
         if isinstance(parameter, DTensor):
             raise ValueError(
-                f"{fqn} is a {type(parameter).__name__} placed as {parameter.placements!r} already; "
-                f"tensor parallelism is not supported: shard plain parameters"
+                f"{fqn} is a {type(parameter).__name__} with placements {parameter.placements!r} "
+                f"already; tensor parallelism is not supported: shard plain parameters"
             )
 
 

@@ -261,9 +261,8 @@ def _admissible_from(shard: int, cells: Sequence[Cells]) -> int:
     limits = []
     for size, block in {(t.size, t.block) for t in cells if t.irregular is None}:
         if 1 < block < size:
-            head = (
-                (size + block) // (2 * block) * block
-            )  # least multiple with 2*head + block > size
+            # The least multiple of the block with 2 * head + block > size.
+            head = (size + block) // (2 * block) * block
             limits.append((size, block, max(head, size - head)))
     while True:
         free = max((free for size, _, free in limits if 2 * shard >= size), default=0)

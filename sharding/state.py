@@ -23,12 +23,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from sharding.bucket import Bucket, ShardedState
 from sharding.buffer import Workspace
+from sharding.collectives import check_same_on_all_ranks
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 
@@ -62,6 +64,19 @@ class RootContext:
     def in_backward(self) -> bool:
         """Whether backward of this model runs; not so any more after one that raised."""
         return self._in_backward and torch._C._current_graph_task_id() != -1
+
+    def check_ranks_agree(self) -> None:
+        """Proves once that all ranks hold the same plans (and, in debug mode, began equal).
+
+        Raises:
+            RuntimeError: On every rank, naming the first difference.
+        """
+        by_group: dict[dist.ProcessGroup, list[str]] = {}
+        for bucket in self.buckets:
+            text = f"{bucket.plan.describe()}\n{bucket.initial_values}"
+            by_group.setdefault(bucket.group, []).append(text)
+        for group, texts in by_group.items():
+            check_same_on_all_ranks("\n".join(texts), group, "the sharding plan")
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -248,6 +263,7 @@ class ModuleState:
                     f"{name} ran a forward by itself before its root did; run the root module first"
                 )
             state.join(context, name)
+        context.check_ranks_agree()
         if self.reshard_after_forward is None:
             self.reshard_after_forward = False  # backward would gather it again at once
         return context

@@ -99,7 +99,7 @@ class RankPool:
         grace: seconds that the other ranks get to finish by themselves after one has failed.
     """
 
-    def __init__(self, *, grace: float = 2.0) -> None:
+    def __init__(self, *, grace: float = 5.0) -> None:
         self._grace = grace
         self._ranks: dict[int, _Rank] = {}
         self._dir: Path | None = None

@@ -26,6 +26,7 @@ ORDER = {
         "ragged_reductions",
         "ragged_tensor",
         "collectives",
+        "debug",
         "buffer",
         "exchange",
         "bucket",

@@ -2,6 +2,7 @@
 written."""
 
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +53,7 @@ class Checkpoint:
         for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
             _check_structural(f"param group {g}", group, source, algorithms[group["algorithm"]])
         self.hyper_parameters = [
-            {key: value for key, value in source.items() if key not in _EXECUTION_KEYS}
+            {key: deepcopy(value) for key, value in source.items() if key not in _EXECUTION_KEYS}
             for source in sources
         ]
         self.states: dict[Tensor, dict[str, Any]] = {}

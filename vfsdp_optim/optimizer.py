@@ -87,6 +87,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._layout: _Layout | None = None
+        self._checked_plans: dict[dist.ProcessGroup, str] = {}
         self._scratch = Scratch()
         self._format = PlainFormat()
 
@@ -253,8 +254,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
     @torch.compiler.disable
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
-        """Update the parameters from their gradients; with sharded parameters, every rank must call
-        it.
+        """Update the parameters from their gradients; a collective if some are sharded.
 
         Args:
             closure: called once, with grad enabled, before the update.
@@ -290,8 +290,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return self._algorithms[self.param_groups[member.group]["algorithm"]]
 
     def _has_state(self, param: Tensor) -> bool:
-        # torch's optimizers step whatever has a gradient, and keep the state of what was frozen
-        # later.
+        # torch steps whatever has a gradient, and keeps the state of what was frozen later.
         return param.requires_grad or param.grad is not None or param in self._states
 
     def _layout_key(self) -> object:
@@ -371,7 +370,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return layout.matrices
 
     def _check_same_on_all_ranks(self, layout: _Layout) -> None:
-        """Compare what owners and waves follow from, once per layout and mesh."""
+        """Compare what owners and waves follow from, once per mesh and after every change of it.
+
+        A layout that was made again because memory moved, on this rank alone perhaps, has the
+        same text and does not communicate.
+        """
         lines: dict[dist.ProcessGroup, list[str]] = {}
         for member in layout.members:
             param, group = member.param, self.param_groups[member.group]
@@ -384,7 +387,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
                     f"{structural}"
                 )
         for process_group, text in lines.items():
-            check_same_on_all_ranks("\n".join(text), process_group, "the optimizer's plan")
+            plan = "\n".join(text)
+            if self._checked_plans.get(process_group) != plan:
+                check_same_on_all_ranks(plan, process_group, "the optimizer's plan")
+                self._checked_plans[process_group] = plan
 
 
 def _named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:

@@ -1,4 +1,4 @@
-"""AdamW: torch's bits on plain tensors, state that can be saved, moved and resumed, and its limits."""
+"""AdamW: torch's bits on plain tensors, state that can be saved and resumed, and its limits."""
 
 import copy
 import io
@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -18,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from ranks import run_ranks
 from sharding.placement import RaggedShard
 from sharding.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamW

@@ -1,17 +1,19 @@
-"""Which parameter goes to Muon and which to AdamW: by module type and logical shape, or an error."""
+"""Which parameter goes to Muon, which to AdamW: by module type and logical shape, or an error."""
 
 import pytest
 import torch
-from ranks import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from ranks import run_ranks
 from sharding import fully_shard
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
 
 
 class Block(nn.Module):
+    """A norm and two projections, one as wide as the model."""
+
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
@@ -20,6 +22,8 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
+    """Two embeddings, repeated blocks and a head."""
+
     def __init__(self, vocabulary=50, width=8, positions=16, tied=False) -> None:
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
@@ -125,6 +129,8 @@ def test_attention_of_torch_is_three_matrices_and_one():
 
 
 class Custom(nn.Module):
+    """A parameter of which only its owner knows what it is."""
+
     def __init__(self, *shape: int) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.zeros(shape))

@@ -278,7 +278,7 @@ def test_refused_group_is_not_added():
 
 
 def test_muon_groups_need_muon():
-    with pytest.raises(ValueError, match="AdamW has no algorithm 'muon'.*vfsdp_optim.Muon"):
+    with pytest.raises(ValueError, match=r"AdamW has no algorithm 'muon'.*vfsdp_optim\.Muon"):
         AdamW([{"params": parameters([(3, 3)]), "algorithm": "muon"}])
 
 

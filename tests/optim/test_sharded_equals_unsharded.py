@@ -1,4 +1,4 @@
-"""For the same full gradients, a sharded step gives the bits of the unsharded one, whatever the layout."""
+"""For the same full gradients a sharded step has the bits of the unsharded one, in any layout."""
 
 import math
 import random
@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
+from ranks import run_ranks
 from sharding.placement import RaggedShard
 from sharding.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamW
@@ -263,6 +263,7 @@ def test_drawn_matrices_have_the_bits_of_the_unsharded_step(
     ids=["bf16_wire", "bf16", "bf16_params", "fp32_momentum"],
 )
 def test_other_dtypes_have_the_bits_of_the_unsharded_step(dtype, options):
+    # torch's bfloat16 a + alpha * b depends on the place of an element in its tensor.
     for layout in ("buffer", "units"):
         assert_same_bits(Case(3, 1, layout, dtype=dtype, options=options))
 
@@ -395,7 +396,27 @@ def test_plans_that_differ_raise_on_every_rank():
     run_ranks(disagree, 2)
 
 
-# -------------------------------------------------------------------- kinds of parameters and states
+def move_memory_of_one_rank() -> list[tuple[str, int]]:
+    case = Case(2, 0, "units", parameters=(((9, 7), "muon", None),))
+    mesh = init_device_mesh("cpu", (2,))
+    shards = Shards(case, mesh, full_tensors(case, 0), layout_seed=0)
+    optimizer = make_optimizer(case, shards.params)
+    shards.set_gradients(1)
+    optimizer.step()
+    if dist.get_rank() == 0:
+        local = shards.params[0]._local_tensor
+        local.set_(local.clone())
+    shards.set_gradients(2)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    return [(e.key, e.count) for e in profiler.key_averages() if e.key.startswith("c10d::")]
+
+
+def test_memory_that_moves_on_one_rank_alone_does_not_make_it_wait_for_others():
+    assert run_ranks(move_memory_of_one_rank, 2) == [[("c10d::alltoall_base_", 2)]] * 2
+
+
+# -------------------------------------------------------------------- kinds and states
 
 
 def step_mixed_kinds() -> list[Tensor]:

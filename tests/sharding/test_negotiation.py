@@ -175,6 +175,9 @@ def test_residency_finds_the_one_matrix_that_two_ranks_must_share():
     [
         # Whole matrices for all would pad 7 %, and a raise of the small ones moves a large one.
         ([(16, 32), (48, 64), (16, 32), (16, 32), (48, 64)], 2, 0.05, 16 * 32),
+        # The last attempt is not always the best one.
+        ([(80, 16), (64, 16), (80, 16)], 2, 0.02, 64 * 16),
+        ([(16, 48), (96, 32), (80, 32), (80, 32), (64, 64)], 3, 0.02, 5120),
         # Each is raised on its own until the padding is used up.
         ([(16, 64), (64, 48), (32, 64), (16, 64)], 3, 0.1, 64 * 48),
         ([(80, 32), (64, 16), (96, 32), (80, 32), (32, 48), (96, 32)], 3, 0.02, 80 * 32),
@@ -367,19 +370,17 @@ def test_every_process_computes_the_same_plan():
     # RLinf#1355: ranks that order by hash disagree, and then their collectives do not match.
     root = Path(__file__).parents[2]
     path = [str(root), str(Path(__file__).parent)]
-    children = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT.format(path=path, reverse=reverse)],
-            env={**os.environ, "PYTHONHASHSEED": seed},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for seed, reverse in (("1", False), ("2", True))
-    ]
-    outputs = [child.communicate(timeout=120)[0].strip() for child in children]
-    assert [child.returncode for child in children] == [0, 0]
-    assert outputs[0] == outputs[1] == many_plans(reverse=False)
-    assert len(set(outputs[0].split())) == 40
+    child = subprocess.run(
+        [sys.executable, "-c", SCRIPT.format(path=path, reverse=True)],
+        env={**os.environ, "PYTHONHASHSEED": "1"},  # this process has a random one
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    here = many_plans(reverse=False)
+    assert child.stdout.strip() == here
+    assert len(set(here.split())) == 40
 
 
 def test_shards_are_multiples_of_the_alignment():

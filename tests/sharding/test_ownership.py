@@ -1,4 +1,4 @@
-"""Owners of units: every rank the same plan, balanced by cost, then little moved, in bounded waves."""
+"""Owners of units: every rank the same plan, balanced by cost, then by bytes, in bounded waves."""
 
 import random
 from itertools import product
