@@ -77,27 +77,31 @@ width=8, source=2), SlotPiece(row=2, rows=1, column=0, width=4, source=10))
 class Workspace:
     """Flat scratch tensors that buckets borrow in turn, kept for the next borrower.
 
-    The reductions of a step need two or three of them at a time, whatever the number of buckets.
-    Reuse saves the page faults of fresh allocations on CPU and keeps the peak the same every step.
+    The reductions of a step need a few of them at a time, whatever the number of buckets. Reuse
+    saves the page faults of fresh allocations on CPU and keeps the peak the same every step.
     """
 
+    MAX_KEPT = 8  # two reductions in flight, two buckets that fill, each with a receive buffer
+
     def __init__(self) -> None:
-        self._free: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        self._free: list[Tensor] = []  # least recently used first
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of at least `numel` elements, uninitialised; give it back with `give_back`."""
-        free = self._free.setdefault((device, dtype), [])
-        fitting = [i for i, tensor in enumerate(free) if tensor.numel() >= numel]
+        """A tensor of `numel` to `2 * numel` elements, uninitialised; see `give_back`."""
+        fitting = [
+            (tensor.numel(), i)
+            for i, tensor in enumerate(self._free)
+            if numel <= tensor.numel() <= 2 * numel
+            and (tensor.dtype, tensor.device) == (dtype, device)
+        ]
         if fitting:
-            return free.pop(min(fitting, key=lambda i: free[i].numel()))
-        if free:  # none is long enough: replace one instead of keeping both
-            free.pop()
+            return self._free.pop(min(fitting)[1])
         return torch.empty(numel, dtype=dtype, device=device)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Makes borrowed tensors available again."""
-        for tensor in tensors:
-            self._free.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        """Makes borrowed tensors available again, and drops those that nobody asked for long."""
+        self._free.extend(tensors)
+        del self._free[: max(0, len(self._free) - self.MAX_KEPT)]
 
 
 class DistributedBuffer:

@@ -55,7 +55,8 @@ def fully_shard(
         module: A module, or a list of modules that share one bucket.
         mesh: 1-D device mesh; by default all ranks.
         reshard_after_forward: Free the gathered parameters between forward and backward. `None`
-            means yes, except for the root.
+            means yes, except for the root and for the bucket that forward used last, which
+            backward would gather again at once.
         shard_placement_fn: Not supported; layouts are planned (see `structure`).
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Only the default.
@@ -141,6 +142,11 @@ def _group_of(parameter: nn.Parameter, optimizer: DeclaresStructure) -> str:
         if any(parameter is member for member in group["params"]):
             return str(i)
     return ""
+
+
+def sharded_as(parameter: Tensor) -> str | None:
+    """The fqn under which `fully_shard` took an original parameter; None if it did not."""
+    return parameter.__dict__.get(_TAKEN)
 
 
 # -- checks ---------------------------------------------------------------------------------------
@@ -259,7 +265,7 @@ def _parameter_at(site: Site) -> nn.Parameter:
 def _check_parameters(sites: dict[str, list[Site]]) -> None:
     for fqn, held in sites.items():
         parameter = _parameter_at(held[0])
-        if (other := getattr(parameter, _TAKEN, None)) is not None:
+        if (other := sharded_as(parameter)) is not None:
             raise ValueError(
                 f"{fqn} is tied to {other} of an earlier fully_shard call, which would untie them; "
                 f"put the modules that share it into one call, fully_shard([a, b]), or leave both "

@@ -97,6 +97,10 @@ class RootContext:
             if bucket.state is ShardedState.IN_FLIGHT or not torch.is_grad_enabled():
                 bucket.reshard()
 
+    def is_last(self, bucket: Bucket) -> bool:
+        """Whether no bucket enters forward after this one, as far as the last iteration tells."""
+        return bool(self._previous_order) and self._previous_order[-1] is bucket
+
     def entered(self, bucket: Bucket) -> None:
         """Records the order of execution and starts the gather of the bucket that comes next."""
         if bucket not in self._order:
@@ -207,7 +211,7 @@ class ModuleState:
         modules: The modules of the call; a list when it was given one.
         bucket: Their bucket, or `None` if no parameter is left for this call.
         mp_policy: Casts inputs and outputs.
-        reshard_after_forward: `None` means yes, but not for the root.
+        reshard_after_forward: `None` means yes, but not for the root and the last bucket.
     """
 
     def __init__(
@@ -305,7 +309,7 @@ class ModuleState:
         context = self.lazy_init()
         self._running.discard(module)
         if self.bucket is not None and not self._running and not self.in_backward:
-            if context.in_backward or self.reshard_after_forward is not False:
+            if context.in_backward or self._frees_after_forward(self.bucket, context):
                 self.bucket.reshard()
         self._watch_outputs(output)
         if context.root is self and not context.in_backward:
@@ -313,6 +317,12 @@ class ModuleState:
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         return output
+
+    def _frees_after_forward(self, bucket: Bucket, context: RootContext) -> bool:
+        """By default what backward needs first stays: it would be gathered again at once."""
+        if self.reshard_after_forward is None:
+            return not (torch.is_grad_enabled() and context.is_last(bucket))
+        return self.reshard_after_forward
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from sharding.planner import ALIGN
 from sharding.ragged_tensor import RaggedDTensor
+from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.states import StateFormat, is_sharded, local_data, local_pointer
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
-_CHUNK = 1 << 16
+_CHUNK = 1 << 18
+# Elements of a run whose old values are kept until a device has decided between old and new.
+_KEPT_CHUNK = 1 << 24
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +111,7 @@ class Run:
         states: state key -> written to.
         gaps: (start, stop) of the padding between the parameters.
         step: number of this step, from 1; 0 where the algorithm does not count.
+        skip: where it is a tensor that is set, updates are undone; see [Note: skipped steps].
     """
 
     group: int
@@ -117,11 +121,29 @@ class Run:
     states: dict[str, Tensor]
     gaps: tuple[tuple[int, int], ...]
     step: float
+    skip: Skip = False
 
     def chunks(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield (param, grad, states) in pieces that fit a CPU's caches; elsewhere all at once."""
-        size = _CHUNK * torch.get_num_threads()
-        if self.param.device.type != "cpu" or self.param.numel() <= size:
+        """Yield (param, grad, states) in pieces that fit a CPU's caches; elsewhere all at once.
+
+        Where `skip` is set, what was written to a piece is undone when the next is asked for.
+        """
+        for param, grad, states in self._pieces():
+            if not isinstance(self.skip, Tensor):
+                yield param, grad, states
+                continue
+            written = (param, *states.values())
+            kept = [tensor.clone() for tensor in written]
+            yield param, grad, states
+            skip = self.skip.to(param.device)
+            for old, new in zip(kept, written, strict=True):
+                torch.where(skip, old, new, out=new)
+
+    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        on_cpu = self.param.device.type == "cpu"
+        size = _CHUNK * torch.get_num_threads() if on_cpu else _KEPT_CHUNK
+        whole = not on_cpu and not isinstance(self.skip, Tensor)
+        if whole or self.param.numel() <= size:
             yield self.param, self.grad, self.states
             return
         columns = [tensor.split(size) for tensor in self.states.values()]
@@ -173,27 +195,42 @@ class Span:
         self._key: list[tuple[int, float, torch.dtype] | None] = []
         self._cuts: list[_Cut] = []
 
-    def runs(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Run]:
+    def runs(
+        self, grads: Sequence[Tensor | None], steps: Sequence[float], skip: Skip = False
+    ) -> Iterator[Run]:
         """Yield the runs of this step.
 
         Args:
             grads: of all members of the optimizer, by number.
             steps: number of the step each member takes, by number.
+            skip: of every run.
         """
-        self._update_cuts(grads, steps)
-        for cut in self._cuts:
+        for cut, grad in self._cuts_and_gradients(grads, steps):
             members = self.members[cut.first : cut.last]
             first = members[0]
-            grad = grads[first.number]
-            if grad is None or cut.stop == cut.start:
-                continue
-            numel = cut.stop - cut.start
             param = first.open()
             if len(members) > 1:
-                param = param.as_strided((numel,), (1,), param.storage_offset())
-                grad = grad.as_strided((numel,), (1,), grad.storage_offset())
+                param = param.as_strided(grad.shape, (1,), param.storage_offset())
             states = {key: flat[cut.start : cut.stop] for key, flat in self.states.items()}
-            yield Run(self.group, members, param, grad, states, cut.gaps, steps[first.number])
+            step = steps[first.number]
+            yield Run(self.group, members, param, grad, states, cut.gaps, step, skip)
+
+    def gradients(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Tensor]:
+        """Yield the gradients of the runs; arguments as of `runs`."""
+        for _, grad in self._cuts_and_gradients(grads, steps):
+            yield grad
+
+    def _cuts_and_gradients(
+        self, grads: Sequence[Tensor | None], steps: Sequence[float]
+    ) -> Iterator[tuple[_Cut, Tensor]]:
+        self._update_cuts(grads, steps)
+        for cut in self._cuts:
+            grad = grads[self.members[cut.first].number]
+            if grad is None or cut.stop == cut.start:
+                continue
+            if cut.last - cut.first > 1:
+                grad = grad.as_strided((cut.stop - cut.start,), (1,), grad.storage_offset())
+            yield cut, grad
 
     def _update_cuts(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> None:
         """Find the runs again only if gradients appeared, vanished or moved against each other."""

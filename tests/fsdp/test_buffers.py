@@ -98,14 +98,18 @@ def test_slot_pieces_tile_the_tensor(offset: int, numel: int, shard_numel: int) 
     assert len(pieces) <= 3
 
 
-def test_workspace_reuses_the_smallest_that_fits() -> None:
-    workspace = Workspace()
-    small = workspace.borrow(10, torch.float32, torch.device("cpu"))
-    large = workspace.borrow(100, torch.float32, torch.device("cpu"))
+def test_workspace_reuses_what_fits_and_keeps_few() -> None:
+    workspace, cpu = Workspace(), torch.device("cpu")
+    small = workspace.borrow(10, torch.float32, cpu)
+    large = workspace.borrow(100, torch.float32, cpu)
     workspace.give_back([large, small])
-    assert workspace.borrow(5, torch.float32, torch.device("cpu")) is small
-    assert workspace.borrow(5, torch.bfloat16, torch.device("cpu")) is not large
-    assert workspace.borrow(50, torch.float32, torch.device("cpu")) is large
+    assert workspace.borrow(8, torch.float32, cpu) is small
+    assert workspace.borrow(60, torch.bfloat16, cpu) is not large
+    assert workspace.borrow(10, torch.float32, cpu) is not large, "ten times too long"
+    assert workspace.borrow(60, torch.float32, cpu) is large
+    workspace.give_back([large])
+    workspace.give_back([torch.empty(10) for _ in range(Workspace.MAX_KEPT)])
+    assert workspace.borrow(60, torch.float32, cpu) is not large
 
 
 class Branches(nn.Module):
