@@ -3,6 +3,7 @@
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from sharding.fsdp import FSDPModule, fully_shard
+from sharding.loading import load_full_state_dict
 from sharding.placement import RaggedShard
 from sharding.ragged_tensor import RaggedDTensor
 from sharding.report import layout
@@ -20,4 +21,5 @@ __all__ = [
     "RowPanels",
     "fully_shard",
     "layout",
+    "load_full_state_dict",
 ]

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from sharding.bucket_parameter import BucketParameter
 from sharding.buffer import DistributedBuffer, Workspace
 from sharding.collectives import Pending, PendingMean, Transport, next_tag
 from sharding.debug import announce
@@ -27,6 +28,10 @@ from sharding.negotiation import BucketPlan
 from sharding.placement import RaggedShard
 from sharding.planner import ALIGN
 from sharding.ragged_tensor import RaggedDTensor
+
+
+# Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
+GATHERED = "_gathered_form_of"
 
 
 class ShardedState(Enum):
@@ -38,28 +43,10 @@ class ShardedState(Enum):
 
 
 @dataclass(slots=True)
-class BucketParameter:
-    """One parameter: where modules hold it, and its sharded and unsharded forms."""
-
-    fqn: str
-    sites: list[tuple[nn.Module, str]]  # several when tied
-    segment: int
-    index: int  # in the segment
-    sharded: RaggedDTensor  # an nn.Parameter, over the shard
-    unsharded: nn.Parameter  # view of the gathered buffer
-    sharded_grad: RaggedDTensor | None = None  # made once, over the averaged gradient
-
-    @property
-    def local(self) -> Tensor:
-        """(n_local,), where the sharded parameter keeps its elements."""
-        return self.sharded._local_tensor
-
-
-@dataclass(slots=True)
 class _Reduction:
     """A reduction in flight: a pending mean and borrowed memory per segment, who saw a gradient."""
 
-    means: list[PendingMean]
+    means: list[PendingMean | None]  # None where a segment has no trainable parameter
     borrowed: list[list[Tensor]]
     seen: set[int]
 
@@ -92,6 +79,7 @@ class Bucket:
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
         self.initial_values = ""  # checksums, in debug mode
+        self.unsharded_by_hand = False  # and not used in a forward since
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
         self.grad_ready: Callable[[Bucket], None] | None = None  # called after every gradient
@@ -113,7 +101,11 @@ class Bucket:
         self._arrived: set[int] = set()  # gradients of this backward
         self._seen: set[int] = set()  # gradients since the last reduction
         self._reduction: _Reduction | None = None
-        self._register(lambda parameter: parameter.sharded)
+
+    def register(self) -> None:
+        """Gives the modules their sharded parameters."""
+        for parameter in self.parameters:
+            parameter.put(parameter.sharded)
 
     def _make_buffer(
         self, segment: int, dtype: torch.dtype, device: torch.device
@@ -142,12 +134,14 @@ class Bucket:
         buffer.copy_from_full(index, original)
         local = self.ragged(i, buffer.local_view(index))
         sharded = cast(RaggedDTensor, nn.Parameter(local, requires_grad=original.requires_grad))
+        sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
         return BucketParameter(spec.fqn, sites, segment, index, sharded, self._make_unsharded(i))
 
     def _make_unsharded(self, i: int) -> nn.Parameter:
         """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
         segment, index = self.plan.location[i]
         unsharded = self.buffers[segment].unsharded_parameter(index, self.plan.params[i].shape)
+        setattr(unsharded, GATHERED, self.plan.params[i].fqn)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
             unsharded.register_post_accumulate_grad_hook(lambda _: self.accumulate_grad(i))
@@ -170,11 +164,10 @@ class Bucket:
         )
         return RaggedDTensor.from_local(local, self.mesh, placement, spec.shape)
 
-    def _register(self, form: Callable[[BucketParameter], Tensor]) -> None:
-        for parameter in self.parameters:
-            tensor = cast(nn.Parameter, form(parameter))
-            for module, name in parameter.sites:
-                module._parameters[name] = tensor
+    def describe(self) -> str:
+        """All that ranks must agree on before the first collective, as text."""
+        order = f"tags {self._tags}, in the order of the group's fully_shard calls"
+        return f"{self.plan.describe()}\n{order}\n{self.initial_values}"
 
     # -- parameters -----------------------------------------------------------------------------
 
@@ -199,14 +192,14 @@ class Bucket:
         if self.state is not ShardedState.SHARDED:
             raise RuntimeError(f"the parameters of bucket {self.name!r} changed while unsharded")
         for parameter in self.parameters:
-            _take_back(parameter)
+            parameter.take_back()
         for segment, members in enumerate(self._members):
             self._adopt_segment(segment, [self.parameters[i] for i in members])
 
     def _adopt_segment(self, segment: int, members: list[BucketParameter]) -> None:
         buffer = self.buffers[segment]
         pieces = [parameter.local for parameter in members]
-        kinds = set(map(_kind, pieces))
+        kinds = {parameter.kind for parameter in members}
         if len(kinds) > 1:
             names: dict[str, str] = {}
             for parameter, piece in zip(members, pieces, strict=True):
@@ -231,14 +224,13 @@ class Bucket:
     def _has_moved(self) -> bool:
         """Whether some parameter is another object or lies elsewhere than this bucket left it."""
         for parameter in self.parameters:
-            sharded = parameter.sharded
-            if any(module._parameters.get(name) is not sharded for module, name in parameter.sites):
+            if not parameter.is_held:
                 return True
             # Empty pieces have no address: their dtype and device tell, so that ranks agree.
-            buffer, local = self.buffers[parameter.segment], parameter.local
-            if local.data_ptr() != buffer.local_pointers[parameter.index]:
+            buffer = self.buffers[parameter.segment]
+            if parameter.local.data_ptr() != buffer.local_pointers[parameter.index]:
                 return True
-            if _kind(local) != (buffer.dtype, buffer.device):
+            if parameter.kind != (buffer.dtype, buffer.device):
                 return True
         return False
 
@@ -273,15 +265,16 @@ class Bucket:
         self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
         for i, parameter in enumerate(self.parameters):
             parameter.unsharded.requires_grad_(i in self._trainable)
-        self._register(lambda parameter: parameter.unsharded)
+            parameter.put(parameter.unsharded)
         self.state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
         """Registers the sharded parameters and frees the unsharded memory."""
+        self.unsharded_by_hand = False
         if self.state is ShardedState.SHARDED:
             return
         self._finish_gathers()
-        self._register(lambda parameter: parameter.sharded)
+        self.register()
         for buffer in self.buffers:
             buffer.free_unsharded()
         self.state = ShardedState.SHARDED
@@ -313,7 +306,14 @@ class Bucket:
         self._arrived.clear()
 
     def drop_gradients(self) -> None:
-        """Discards gradients that no reduction has taken yet."""
+        """Discards gradients that no reduction has delivered yet."""
+        if self._reduction is not None:
+            for mean in self._reduction.means:
+                if mean is not None:
+                    mean.drop(f"the reduction of bucket {self.name!r}")
+            for borrowed in self._reduction.borrowed:
+                self.workspace.give_back(borrowed)
+            self._reduction = None
         for parameter in self.parameters:
             parameter.unsharded.grad = None
         for buffer in self.buffers:
@@ -333,7 +333,7 @@ class Bucket:
         write, where a preset `.grad` view would be cleared, read and written again.
 
         Raises:
-            NotImplementedError: The gradient is sparse.
+            NotImplementedError: The gradient is sparse, or has a graph of its own.
         """
         parameter = self.parameters[i]
         grad, parameter.unsharded.grad = parameter.unsharded.grad, None
@@ -343,6 +343,12 @@ class Bucket:
             raise NotImplementedError(
                 f"{parameter.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
                 f"sharded: build the module with sparse=False"
+            )
+        if grad.requires_grad:
+            raise NotImplementedError(
+                f"{parameter.fqn} got a gradient with a graph, which averaging it over ranks would "
+                f"drop: call backward() without create_graph; for penalties on gradients of inputs "
+                f"use torch.autograd.grad(loss, inputs, create_graph=True)"
             )
         buffer = self.buffers[parameter.segment]
         if buffer.grad_slots is None:
@@ -359,12 +365,20 @@ class Bucket:
 
         The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
         leave the others waiting (pytorch#158719).
+
+        Raises:
+            TypeError: A gradient that the user set is not laid out as its parameter.
         """
+        for parameter in self.parameters:
+            parameter.check_user_grad()
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         announce(f"reduction of bucket {self.name!r}", self.group)
-        means = []
+        means: list[PendingMean | None] = []
         for segment, (buffer, (_, tag)) in enumerate(zip(self.buffers, self._tags, strict=True)):
+            if self._trainable.isdisjoint(self._members[segment]):
+                means.append(None)
+                continue
             if buffer.grad_slots is None:
                 buffer.borrow_grad_slots(self.workspace)
             for i in self._members[segment]:
@@ -390,7 +404,8 @@ class Bucket:
             return
         reduction, self._reduction = self._reduction, None
         for segment, mean in enumerate(reduction.means):
-            self._write_sharded_grads(segment, mean, reduction.seen)
+            if mean is not None:
+                self._write_sharded_grads(segment, mean, reduction.seen)
             self.workspace.give_back(reduction.borrowed[segment])
 
     def _write_sharded_grads(self, segment: int, mean: PendingMean, seen: set[int]) -> None:
@@ -410,6 +425,8 @@ class Bucket:
             # Only a rank that saw no gradient reads the flags: no host sync in the usual step.
             if i in seen or i in present or buffer.any_rank_saw(parameter.index):
                 parameter.sharded.grad = self._sharded_grad(i)
+                for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter.sharded)
 
     def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
         """Makes the flat gradient hold exactly the gradients that the user sees."""
@@ -421,7 +438,7 @@ class Bucket:
                 view.zero_()
                 buffer.clear_flag(parameter.index)
             elif grad is not parameter.sharded_grad:  # set by the user
-                view.copy_(grad.to_local() if isinstance(grad, RaggedDTensor) else grad)
+                view.copy_(cast(RaggedDTensor, grad).to_local())
 
     def _sharded_grad(self, i: int) -> RaggedDTensor:
         parameter = self.parameters[i]
@@ -429,28 +446,3 @@ class Bucket:
             buffer = self.buffers[parameter.segment]
             parameter.sharded_grad = self.ragged(i, buffer.local_grad_view(parameter.index))
         return parameter.sharded_grad
-
-
-def _kind(piece: Tensor) -> tuple[torch.dtype, torch.device]:
-    return piece.dtype, piece.device
-
-
-def _take_back(parameter: BucketParameter) -> None:
-    """Copies what a module was assigned into the sharded parameter, and puts that back."""
-    for module, name in parameter.sites:
-        held = module._parameters.get(name)
-        if held is parameter.sharded:
-            continue
-        if held is None:
-            raise RuntimeError(f"{parameter.fqn} was deleted from its fully sharded module")
-        if held.shape != parameter.sharded.shape:
-            raise ValueError(
-                f"{parameter.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
-                f"the sharded layout is {tuple(parameter.sharded.shape)}"
-            )
-        if parameter.local.device.type == "meta" and isinstance(held, RaggedDTensor):
-            parameter.sharded._local_tensor = held._local_tensor
-        else:
-            parameter.sharded.copy_(held.detach())
-        parameter.sharded.requires_grad_(held.requires_grad)
-        module._parameters[name] = cast(nn.Parameter, parameter.sharded)

@@ -166,6 +166,11 @@ class PendingMean:
             out.copy_(total)
         self._addends = []
 
+    def drop(self, what: str) -> None:
+        """Waits for the communication, and forgets what it brought."""
+        self._pending.wait(what)
+        self._addends = []
+
     def _sum_in_rank_order(self) -> Tensor:
         """Sums in place into the first addend; low precision is summed in fp32."""
         first, *rest = self._addends
@@ -224,7 +229,8 @@ def check_same_on_all_ranks(text: str, group: dist.ProcessGroup, what: str) -> N
     dist.all_gather_object(texts, text, group=group)
     rank = next(r for r in range(world_size) if texts[r] != texts[0])
     raise RuntimeError(
-        f"{what} differs between ranks 0 and {rank}: {_first_difference(texts, rank)}"
+        f"{what} differs between ranks 0 and {rank}: {_first_difference(texts, rank)}; every rank "
+        f"must make the same calls with the same arguments"
     )
 
 

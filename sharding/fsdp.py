@@ -1,4 +1,4 @@
-"""`fully_shard` and `FSDPModule`: the entry point, and every check of its arguments.
+"""`fully_shard` and `FSDPModule`: the entry point, and what it adds to modules.
 
 May touch: modules' classes and parameters. The same call and the same method names as
 `torch.distributed.fsdp.fully_shard`; a change of the import line is enough to move here.
@@ -6,27 +6,42 @@ May touch: modules' classes and parameters. The same call and the same method na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from sharding.arguments import (
+    check_modules,
+    check_optimizer,
+    check_options,
+    check_parameters,
+    checked_ignored,
+    checked_mesh,
+    checked_structure,
+    class_name,
+    mark_sharded,
+    mesh_device,
+    modules_of_this_call,
+    parameter_at,
+    parameter_sites,
+    sharded_as,
+    storage_device,
+)
 from sharding.bucket import Bucket
 from sharding.debug import checksums
+from sharding.load_checks import check_keys
 from sharding.negotiation import ParamSpec, negotiate
 from sharding.state import ModuleState, attach_state, state_of
 from sharding.structure import DeclaresStructure, Demand, Structure
 
 StructureFn = Callable[[str, nn.Parameter], Structure | None]
-Site = tuple[nn.Module, str]
-# Set on the original of a sharded parameter: a later call that meets it has found a tie.
-_TAKEN = "_fully_sharded_as"
 
 ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
 
@@ -80,38 +95,43 @@ def fully_shard(
         veScale-FSDP, arXiv:2602.22437; torch.distributed.fsdp.fully_shard.
     """
     modules = module if isinstance(module, list) else [module]
-    _check_modules(modules)
-    _refuse_unsupported(reshard_after_forward, shard_placement_fn, offload_policy)
-    mesh = _checked_mesh(mesh)
-    sites = _parameter_sites(modules, ignored_params or set())
-    _check_parameters(sites)
+    check_modules(modules)
+    check_options(
+        reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, structure, optimizer
+    )
+    mesh = checked_mesh(mesh)
+    ignored = checked_ignored(ignored_params)
+    sites = parameter_sites(modules, ignored)
+    check_parameters(sites)
+    check_optimizer(optimizer)
     bucket = None
     if sites:
-        originals = [_parameter_at(group[0]) for group in sites.values()]
-        specs = [
-            _spec(fqn, parameter, optimizer, structure)
-            for fqn, parameter in zip(sites, originals, strict=True)
-        ]
-        plan = negotiate(", ".join(type(m).__name__ for m in modules), specs, mesh.size())
+        originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
+        specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
+        plan = negotiate(", ".join(map(class_name, modules)), specs, mesh.size())
         bucket = Bucket(
             plan,
             list(sites.values()),
             mesh=mesh,
             mp_policy=mp_policy,
-            device=_storage_device(originals, mesh),
+            device=storage_device(originals, mesh),
         )
-        bucket.initial_values = checksums(dict(zip(sites, originals, strict=True)))
-        for fqn, original in zip(sites, originals, strict=True):
-            setattr(original, _TAKEN, fqn)
-        if optimizer is not None:
+        bucket.initial_values = checksums(originals)
+        if optimizer is not None:  # it may refuse, and then no module has changed
             sharded = [parameter.sharded for parameter in bucket.parameters]
-            optimizer.rebind(dict(zip(originals, sharded, strict=True)))
-    _move_buffers(modules, _mesh_device(mesh))
+            optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
+        bucket.register()
+        _watch_optimizers()
+        for fqn, original in originals.items():
+            mark_sharded(original, fqn)
+    _move_buffers(modules, mesh_device(mesh))
     state = ModuleState(
         modules,
         bucket,
         mp_policy=mp_policy,
         reshard_after_forward=cast("bool | None", reshard_after_forward),
+        optimizer=optimizer,
+        ignored=ignored,
     )
     for part in modules:
         attach_state(part, state)
@@ -128,7 +148,7 @@ def _spec(
     """Everything the negotiation may know of a parameter: logical shape, dtype and demands."""
     demands: list[Demand] = []
     if structure is not None and (declared := structure(fqn, parameter)) is not None:
-        demands.append(Demand(declared, "stored", "structure="))
+        demands.append(Demand(checked_structure(fqn, declared), "stored", "structure="))
     group_key = ""
     if optimizer is not None:
         demands.extend(optimizer.demands(parameter))
@@ -144,144 +164,10 @@ def _group_of(parameter: nn.Parameter, optimizer: DeclaresStructure) -> str:
     return ""
 
 
-def sharded_as(parameter: Tensor) -> str | None:
-    """The fqn under which `fully_shard` took an original parameter; None if it did not."""
-    return parameter.__dict__.get(_TAKEN)
-
-
-# -- checks ---------------------------------------------------------------------------------------
-
-
-def _check_modules(modules: Sequence[nn.Module]) -> None:
-    if not modules:
-        raise ValueError("fully_shard got an empty list of modules; pass at least one")
-    for module in modules:
-        if not isinstance(module, nn.Module):
-            raise TypeError(f"fully_shard expects an nn.Module or a list of them, got {module!r}")
-        if isinstance(module, (nn.ModuleList, nn.ModuleDict)):
-            raise ValueError(
-                f"{type(module).__name__} has no forward for fully_shard to hook; call it on each "
-                f"module inside, or pass them as one list"
-            )
-        if state_of(module) is not None or isinstance(module, torch_fsdp.FSDPModule):
-            raise ValueError(f"{type(module).__name__} is fully sharded already")
-
-
-def _refuse_unsupported(
-    reshard_after_forward: bool | int | None,
-    shard_placement_fn: object,
-    offload_policy: OffloadPolicy,
-) -> None:
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not "
-            f"supported; use True, False or None"
-        )
-    if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "shard_placement_fn is not supported: layouts are planned; declare what a parameter "
-            "needs with structure= or optimizer="
-        )
-    if type(offload_policy) is not OffloadPolicy:
-        raise NotImplementedError(f"{offload_policy!r} is not supported; use OffloadPolicy()")
-
-
-def _checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "fully_shard needs a process group: launch with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
-    if mesh is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
-    if mesh.ndim != 1:
-        raise ValueError(
-            f"fully_shard shards over a 1-D mesh, got {mesh!r}; pass one dimension, mesh['name']"
-        )
-    return mesh
-
-
-def _storage_device(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> torch.device:
-    """Where shards live: on the mesh's device, or on meta until the model is materialised."""
-    on_meta = [parameter.device.type == "meta" for parameter in parameters]
-    if any(on_meta) and not all(on_meta):
-        raise ValueError(
-            "some parameters of one fully_shard call are on the meta device and some are not; "
-            "build the whole module under torch.device('meta'), or none of it"
-        )
-    return torch.device("meta") if any(on_meta) else _mesh_device(mesh)
-
-
-def _mesh_device(mesh: DeviceMesh) -> torch.device:
-    if mesh.device_type == "cpu":
-        return torch.device("cpu")
-    return torch.device(mesh.device_type, torch.accelerator.current_device_index())
-
-
-def _parameter_sites(
-    modules: Sequence[nn.Module], ignored: set[nn.Parameter]
-) -> dict[str, list[Site]]:
-    """The parameters that this call takes: fqn -> where modules hold it; tied ones have several."""
-    sites: dict[nn.Parameter, list[Site]] = {}
-    names: dict[nn.Parameter, str] = {}
-    visited: set[nn.Module] = set()
-    for i, module in enumerate(modules):
-        prefix = f"{i}." if len(modules) > 1 else ""
-        for module_name, part in _modules_of_this_call(module, module):
-            if part in visited:
-                continue
-            visited.add(part)
-            for name, parameter in part._parameters.items():
-                if parameter is None or parameter in ignored:
-                    continue
-                fqn = prefix + (f"{module_name}.{name}" if module_name else name)
-                names.setdefault(parameter, fqn)
-                sites.setdefault(parameter, []).append((part, name))
-    return {names[parameter]: held for parameter, held in sites.items()}
-
-
-def _modules_of_this_call(
-    module: nn.Module, root: nn.Module, name: str = ""
-) -> Iterable[tuple[str, nn.Module]]:
-    """`module` and what is below it, without what an earlier `fully_shard` call took."""
-    if module is not root and state_of(module) is not None:
-        return
-    yield name, module
-    for child_name, child in module.named_children():
-        yield from _modules_of_this_call(
-            child, root, f"{name}.{child_name}" if name else child_name
-        )
-
-
-def _parameter_at(site: Site) -> nn.Parameter:
-    module, name = site
-    parameter = module._parameters[name]
-    if parameter is None:
-        raise RuntimeError(f"{type(module).__name__}.{name} disappeared during fully_shard")
-    return parameter
-
-
-def _check_parameters(sites: dict[str, list[Site]]) -> None:
-    for fqn, held in sites.items():
-        parameter = _parameter_at(held[0])
-        if (other := sharded_as(parameter)) is not None:
-            raise ValueError(
-                f"{fqn} is tied to {other} of an earlier fully_shard call, which would untie them; "
-                f"put the modules that share it into one call, fully_shard([a, b]), or leave both "
-                f"to the call on the model that holds them"
-            )
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{fqn} is a {type(parameter).__name__} with placements {parameter.placements!r} "
-                f"already; tensor parallelism is not supported: shard plain parameters"
-            )
-
-
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """As torch's: buffers of the modules of this call go to the mesh's device."""
     for module in modules:
-        for _, part in _modules_of_this_call(module, module):
+        for _, part in modules_of_this_call(module, module):
             for buffer in part._buffers.values():
                 if buffer is not None and buffer.device.type not in ("meta", device.type):
                     buffer.data = buffer.to(device)
@@ -296,15 +182,19 @@ def _become_fsdp(module: nn.Module) -> None:
     """Puts `FSDPModule` in front of the module's class."""
     cls = type(module)
     if cls not in _fsdp_classes:
-        members = {"__deepcopy__": _refuse_deepcopy, "__module__": cls.__module__}
+        members = {
+            "__deepcopy__": _refuse_copy,
+            "__reduce_ex__": _refuse_copy,
+            "__module__": cls.__module__,
+        }
         _fsdp_classes[cls] = type(f"FSDP{cls.__name__}", (FSDPModule, cls), members)
     module.__class__ = _fsdp_classes[cls]
 
 
-def _refuse_deepcopy(self: nn.Module, memo: object) -> NoReturn:
+def _refuse_copy(self: nn.Module, memo: object) -> NoReturn:
     raise NotImplementedError(
-        f"deepcopy of {type(self).__name__} would leave the copy outside of the buffers; copy the "
-        f"module before fully_shard, or save and load its state_dict"
+        f"a copy of {class_name(self)} (copy, deepcopy, pickle) would be outside of the flat "
+        f"buffers; copy the module before fully_shard, or save and load its state_dict"
     )
 
 
@@ -360,11 +250,24 @@ class FSDPModule(torch_fsdp.FSDPModule):
             bucket.adopt()
         return self
 
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As the module's own; a strict one finds what is wrong before it writes.
+
+        Values may be plain full tensors or DTensors in any layout (then this is a collective).
+        """
+        load = super(torch_fsdp.FSDPModule, self).load_state_dict  # type: ignore[misc]
+        strict = args[0] if args else kwargs.get("strict", True)
+        as_torch = load.__func__ is nn.Module.load_state_dict and isinstance(state_dict, Mapping)
+        if strict and as_torch:
+            check_keys(cast(nn.Module, self), state_dict)
+        return load(state_dict, *args, **kwargs)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's bucket (not those below); with `async_op` returns a handle."""
         bucket = self._get_fsdp_state().bucket
         if bucket is not None:
             bucket.unshard()
+            bucket.unsharded_by_hand = True
         handle = UnshardHandle(bucket)
         if async_op:
             return handle
@@ -383,9 +286,15 @@ class FSDPModule(torch_fsdp.FSDPModule):
             RuntimeError: This module is not the root.
         """
         state = self._get_fsdp_state()
-        if state.lazy_init().root is not state:
-            raise RuntimeError("reset_iter_state must be called on the root module")
-        state.lazy_init().reset()
+        if state.context is None:  # nothing has run yet, and who is the root is not decided
+            return
+        if state.context.root is not state:
+            root = class_name(state.context.root.modules[0])
+            raise RuntimeError(
+                f"reset_iter_state was called on {class_name(cast(nn.Module, self))}, which is "
+                f"below a root; call it on the root, {root}"
+            )
+        state.context.reset()
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
@@ -460,7 +369,38 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
 
 def _states_of(modules: Iterable[nn.Module | FSDPModule]) -> list[ModuleState]:
+    if isinstance(modules, nn.Module) and not isinstance(modules, nn.ModuleList):
+        raise TypeError(f"expected a list of modules, got {class_name(modules)}; pass [module]")
     for module in modules:
         if not isinstance(module, FSDPModule):
-            raise ValueError(f"expected fully sharded modules, got {type(module).__name__}")
+            raise ValueError(
+                f"expected fully sharded modules, got {type(module).__name__}; call fully_shard on "
+                f"it first"
+            )
     return [cast(FSDPModule, module)._get_fsdp_state() for module in modules]
+
+
+def _refuse_originals(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises before the step of an optimizer that was built before its model was sharded.
+
+    Its parameters get no gradients any more, so that the step would train nothing, in silence.
+    """
+    if hasattr(optimizer, "rebind"):  # ours look by themselves, whenever their state is used
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (fqn := sharded_as(parameter)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds the original of {fqn}, which fully_shard "
+                    f"has replaced since: a step would train nothing; build the optimizer after "
+                    f"fully_shard, pass a vfsdp_optim optimizer to it as optimizer=, or put the "
+                    f"sharded parameters into optimizer.param_groups"
+                )
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Has every optimizer of the process checked before its steps."""
+    register_optimizer_step_pre_hook(_refuse_originals)

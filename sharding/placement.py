@@ -230,7 +230,12 @@ class RaggedShard(Placement):
 
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the runs; the C++ base cannot be pickled by itself."""
-        return RaggedShard._from_runs, (self._dims, self._runs, self._unit_numel)
+        return placement_from_runs, (self._dims, self._runs, self._unit_numel)
+
+
+def placement_from_runs(dims: tuple[int, ...], runs: Runs, unit_numel: int) -> RaggedShard:
+    """What a pickled RaggedShard is made by; a function, so that `weights_only` may call it."""
+    return RaggedShard._from_runs(dims, runs, unit_numel)
 
 
 @dataclass(frozen=True, slots=True)

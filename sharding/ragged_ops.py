@@ -3,27 +3,30 @@
 Touches local tensors; communicates nothing (ragged_reductions.py does).
 
 [Note: allow-list]
-Dispatch looks the op overload up in the tables of this file and of ragged_reductions.py; what is
-not there raises. An op may be in a table only if its result on the pieces, put together, is its
-result on the full tensor:
+Dispatch looks the op overload up in the tables of this file, of ragged_random.py and of
+ragged_reductions.py; what is not there raises. An op may be in a table only if its result on the
+pieces, put together, is its result on the full tensor:
 - element-wise, in-place, foreach, fused-optimizer, like and copy ops, on tensors cut alike. Plain
   tensors may take part as 0-dim scalars, and in lists beside other plain ones;
-- views that keep the shape;
+- views that keep the shape, and slices along the first dim, `x[i]`;
 - full reductions, each with its own collective, whose results are plain tensors that are the same
-  on all ranks. Ranks whose piece is empty join the collective and contribute nothing.
+  on all ranks. Ranks whose piece is empty join the collective and contribute nothing;
+- random in-place ops, drawn for the full tensor: see [Note: random numbers] in ragged_random.py.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from sharding.placement import RaggedShard
 
 aten = torch.ops.aten
 
@@ -162,6 +165,30 @@ def _same_shape_view(
     if tuple(shape) != tuple(x.shape):
         raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {args[1]!r}")
     return wrap(cls, x._local_tensor.detach(), x._spec)
+
+
+def _select(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """`x[i]`: a slice along the first dim is a run of the flattened tensor; a view of the piece."""
+    x, dim, index = args
+    if x.dim() == 0 or dim not in (0, -x.dim()):
+        raise refusal(func, f"expected an index of the first dim of {describe(x)}, got dim {dim}")
+    rows, *shape = x.shape
+    if not -rows <= index < rows:
+        raise IndexError(f"index {index} is out of range for {describe(x)}")
+    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[0])
+    numel = math.prod(shape)
+    first = index % rows * numel
+    kept = [
+        (max(start, first) - start, max(min(stop, first + numel) - max(start, first), 0))
+        for start, stop in placement.all_bounds(x.numel())
+    ]  # of every rank's piece: where the slice starts, and how many of its elements are there
+    begin, size = kept[mesh.get_local_rank()]
+    row = RaggedShard(range(len(shape)), [size for _, size in kept])
+    local = x._local_tensor.narrow(0, begin if size else 0, size)
+    meta = TensorMeta(torch.Size(shape), x.stride()[1:], local.dtype)
+    return wrap(cls, local, DTensorSpec(mesh, (row,), tensor_meta=meta))
 
 
 def _new(
@@ -321,6 +348,7 @@ def _table() -> dict[OpOverload, Handler]:
     allow(_LIKE.split(), "default", _like)
     allow(["view", "_unsafe_view", "expand"], "default", _same_shape_view)
     allow(["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"], "default", _new)
+    allow(["select"], "int", _select)
     allow(["copy_"], "default", _copy)
     allow(["is_pinned", "record_stream"], "default", _on_first)
     allow(["is_same_size"], "default", _is_same_size)

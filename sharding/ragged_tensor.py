@@ -7,6 +7,7 @@ torch.distributed.checkpoint. torch itself is not patched: the class has its own
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from math import prod
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
@@ -25,11 +27,23 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.placement import Box, RaggedShard, boxes
+from sharding.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.ragged_ops import LOCAL_OPS, refusal, wrap
+from sharding.ragged_random import RANDOM_OPS
 from sharding.ragged_reductions import REDUCTIONS
 
-_HANDLERS = {**LOCAL_OPS, **REDUCTIONS}
+# [Note: full state dicts of torch]
+# set_model_state_dict and its kin hand full tensors to these two, which take every placement that
+# they do not know for a replicated one. They then copy the full tensor over the pieces that happen
+# to have its shape, fail on the ranks where it does not fit, and leave the others waiting. There is
+# no hook to pass them by; both ask for the mesh of a tensor before they write to it.
+_CUT_FULL_STATES = frozenset(
+    getattr(_state_dict_utils, name).__code__
+    for name in ("_distribute_state_dict", "_distribute_tensors")
+    if hasattr(_state_dict_utils, name)
+)
+
+_HANDLERS = {**LOCAL_OPS, **RANDOM_OPS, **REDUCTIONS}
 
 Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
 
@@ -102,6 +116,22 @@ class RaggedDTensor(DTensor):
         if handler is None:
             raise refusal(func, "the op is not supported on a RaggedDTensor")
         return handler(RaggedDTensor, func, args, kwargs or {})
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The 1-D mesh that the tensor is cut over.
+
+        Raises:
+            NotImplementedError: Asked for by torch's functions that cut full state dicts.
+        """
+        # See [Note: full state dicts of torch].
+        if sys._getframe(1).f_code in _CUT_FULL_STATES:
+            raise NotImplementedError(
+                f"StateDictOptions(full_state_dict=True) cannot load into {self.placement!r}: "
+                "torch would cut full tensors by rules of its own, so nothing was written; call "
+                "load_full_state_dict(model, optimizer, state=..., broadcast_from_rank0=...)"
+            )
+        return self._spec.mesh
 
     @property
     def placement(self) -> RaggedShard:
@@ -205,6 +235,12 @@ class RaggedDTensor(DTensor):
             local, self.device_mesh, [target], shape=self.shape, stride=self.stride()
         )
 
+    def data_ptr(self) -> int:
+        """0: the tensor has no memory of its own, its piece has (`to_local().data_ptr()`)."""
+        # torch's method returns the byte offset of the piece in its buffer; where that is not 0,
+        # pickling and deepcopy take it for an address.
+        return 0
+
     @property
     def data(self) -> Tensor:
         """This tensor outside of autograd, over the same local piece."""
@@ -282,6 +318,10 @@ class RaggedDTensor(DTensor):
         meta = TensorMeta(outer_size, outer_stride, meta.dtype)
         spec = DTensorSpec(inner_tensors["device_mesh"], placements, tensor_meta=meta)
         return RaggedDTensor(inner_tensors["_local_tensor"], spec, requires_grad=requires_grad)
+
+
+# What torch.load(weights_only=True) may build: constructors that run no code of a file.
+torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, placement_from_runs])
 
 
 def distribute_ragged(

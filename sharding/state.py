@@ -1,193 +1,29 @@
-"""The lifecycle of buckets around forward and backward: hooks, the root, prefetch, reduce order.
+"""ModuleState: the hooks that move one bucket through forward and backward.
 
-May touch: module hooks, autograd's engine callbacks, buckets. Every decision here depends on the
-order of execution alone, which is the same on every rank.
-
-[Note: order of collectives]
-Ranks must post collectives in the same order (or, over gloo, wait for them in an order that cannot
-form a cycle). Gathers are posted in the order of execution and of prefetch, and prefetch follows
-the order of the previous iteration. Reductions are posted in the reverse of the forward order: a
-bucket whose gradients are complete waits until all buckets that entered forward after it have
-posted theirs. What is not complete when backward ends (parameters unused on this rank) is posted
-then, in the same order.
+May touch: module hooks, tensor hooks, its bucket. What concerns several buckets is in `root.py`.
 
 [Note: when unsharded memory is freed]
 "All gradients of the bucket have arrived" lets its reduction start, but a node that still needs a
 weight may run later. The memory is freed once the gradients of the module's inputs are known, or at
-the end of backward.
+the end of backward. A backward that creates a graph (gradients of inputs, for a penalty on them)
+frees nothing: the backward of its graph needs the weights before any hook of a module runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from sharding.bucket import Bucket, ShardedState
-from sharding.buffer import Workspace
-from sharding.collectives import check_same_on_all_ranks
-
-MAX_REDUCTIONS_IN_FLIGHT = 2
-
-
-class RootContext:
-    """What all states below one root share: the order of buckets, scratch memory, reductions.
-
-    Attributes:
-        root: The state whose module runs first.
-        states: All states of the root, itself included.
-    """
-
-    def __init__(self, root: ModuleState) -> None:
-        self.root = root
-        self.states: list[ModuleState] = []
-        self.workspace = Workspace()
-        self._in_backward = False  # from the first pre-backward hook until the end of backward
-        self._builds_graph = False  # whether the root's forward runs under autograd
-        self._order: list[Bucket] = []  # as their modules entered forward in this iteration
-        self._previous_order: list[Bucket] = []  # the same, of the iteration before
-        self._unreduced: list[Bucket] = []  # ran forward under autograd since their last reduction
-        self._to_reduce: list[Bucket] = []  # of this backward; see [Note: order of collectives]
-        self._in_flight: list[Bucket] = []
-
-    @property
-    def buckets(self) -> list[Bucket]:
-        """All buckets below the root, parents before children."""
-        return [state.bucket for state in self.states if state.bucket is not None]
-
-    @property
-    def in_backward(self) -> bool:
-        """Whether backward of this model runs; not so any more after one that raised."""
-        return self._in_backward and torch._C._current_graph_task_id() != -1
-
-    def check_ranks_agree(self) -> None:
-        """Proves once that all ranks hold the same plans (and, in debug mode, began equal).
-
-        Raises:
-            RuntimeError: On every rank, naming the first difference.
-        """
-        by_group: dict[dist.ProcessGroup, list[str]] = {}
-        for bucket in self.buckets:
-            text = f"{bucket.plan.describe()}\n{bucket.initial_values}"
-            by_group.setdefault(bucket.group, []).append(text)
-        for group, texts in by_group.items():
-            check_same_on_all_ranks("\n".join(texts), group, "the sharding plan")
-
-    # -- forward --------------------------------------------------------------------------------
-
-    def begin_forward(self) -> None:
-        """Starts an iteration: nothing that an optimizer may have changed stays unsharded."""
-        if self._in_backward:  # the last backward raised
-            self.reset()
-        self._builds_graph = torch.is_grad_enabled()
-        for bucket in self.buckets:
-            if bucket.reshard_after_backward:
-                bucket.reshard()
-        self._previous_order, self._order = self._order, []
-
-    def end_forward(self) -> None:
-        """Drops gathers that were started for modules that did not run."""
-        self._builds_graph = False
-        for bucket in self.buckets:
-            if bucket.state is ShardedState.IN_FLIGHT or not torch.is_grad_enabled():
-                bucket.reshard()
-
-    def is_last(self, bucket: Bucket) -> bool:
-        """Whether no bucket enters forward after this one, as far as the last iteration tells."""
-        return bool(self._previous_order) and self._previous_order[-1] is bucket
-
-    def entered(self, bucket: Bucket) -> None:
-        """Records the order of execution and starts the gather of the bucket that comes next."""
-        if bucket not in self._order:
-            self._order.append(bucket)
-        # Reentrant checkpointing runs forward without autograd, and once more in backward.
-        if (self._builds_graph or torch.is_grad_enabled()) and bucket not in self._unreduced:
-            self._unreduced.append(bucket)
-        _prefetch(bucket, self._previous_order, step=1)
-
-    # -- backward -------------------------------------------------------------------------------
-
-    def begin_backward(self) -> None:
-        """Queues the end of this backward; called by every pre-backward hook, acts once."""
-        if self.in_backward:
-            return
-        if self._in_backward:  # the last backward raised
-            self.reset()
-        self._in_backward = True
-        self._to_reduce = []
-        for bucket in reversed(self._unreduced):
-            self._join_backward(bucket)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
-
-    def backward_reached(self, bucket: Bucket) -> None:
-        """Starts the gather that backward needs next; adds a graph that is walked once more."""
-        if bucket not in self._unreduced:
-            self._unreduced.append(bucket)
-            self._join_backward(bucket)
-        _prefetch(bucket, self._order, step=-1)
-
-    def _join_backward(self, bucket: Bucket) -> None:
-        bucket.begin_backward()
-        if bucket.requires_gradient_sync and bucket.takes_gradients:
-            self._to_reduce.append(bucket)
-
-    def gradient_arrived(self, bucket: Bucket) -> None:
-        """Starts every reduction whose turn it is; see [Note: order of collectives]."""
-        while self._to_reduce and self._to_reduce[0].all_gradients_arrived:
-            self._start_reduction(self._to_reduce.pop(0))
-
-    def _start_reduction(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._in_flight.pop(0).wait_for_reduce()
-        bucket.reduce_grads()
-        self._in_flight.append(bucket)
-
-    def _end_backward(self) -> None:
-        """Reduces what is left, waits for everything, and leaves all buckets sharded."""
-        while self._to_reduce:
-            self._start_reduction(self._to_reduce.pop(0))
-        self._finish_reductions()
-        # Reentrant checkpointing walks several graphs: parts of a gradient may come after the turn.
-        for bucket in self.buckets:
-            if bucket.requires_gradient_sync and bucket.has_gradients:
-                self._start_reduction(bucket)
-        self._finish_reductions()
-        self._unreduced = [b for b in self._unreduced if not b.requires_gradient_sync]
-        self._in_backward = False
-        for state in self.states:
-            state.in_backward = False
-        for bucket in self.buckets:
-            if bucket.reshard_after_backward:
-                bucket.reshard()
-
-    def _finish_reductions(self) -> None:
-        for bucket in self._in_flight:
-            bucket.wait_for_reduce()
-        self._in_flight.clear()
-
-    def reset(self) -> None:
-        """Forgets an iteration that an exception ended; its gradients are lost.
-
-        Raises nothing of its own; gathers and reductions in flight are waited for.
-        """
-        self._finish_reductions()
-        self._to_reduce, self._unreduced = [], []
-        self._in_backward = False
-        for state in self.states:
-            state.reset()
-
-
-def _prefetch(bucket: Bucket, order: list[Bucket], step: int) -> None:
-    """Starts the gather of the bucket `step` places after `bucket` in `order`."""
-    if bucket in order:
-        neighbour = order.index(bucket) + step
-        if 0 <= neighbour < len(order):
-            order[neighbour].unshard()
+from sharding.bucket import Bucket
+from sharding.load_checks import LoadCheck
+from sharding.root import RootContext
+from sharding.structure import DeclaresStructure
 
 
 class _InputGradients(torch.autograd.Function):
@@ -212,6 +48,8 @@ class ModuleState:
         bucket: Their bucket, or `None` if no parameter is left for this call.
         mp_policy: Casts inputs and outputs.
         reshard_after_forward: `None` means yes, but not for the root and the last bucket.
+        optimizer: What `fully_shard` was given, until the root has checked it.
+        ignored: Parameters that `fully_shard` was told to leave alone.
     """
 
     def __init__(
@@ -221,8 +59,12 @@ class ModuleState:
         *,
         mp_policy: MixedPrecisionPolicy,
         reshard_after_forward: bool | None,
+        optimizer: DeclaresStructure | None = None,
+        ignored: Collection[nn.Parameter] = (),
     ) -> None:
         self.modules = tuple(modules)
+        self.optimizer = optimizer
+        self.ignored = ignored
         self.bucket = bucket
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -233,10 +75,12 @@ class ModuleState:
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
-            module.register_forward_hook(self._post_forward)
+            # Always: a forward that raises must not leave old weights gathered for the next one.
+            module.register_forward_hook(self._post_forward, always_call=True)
+            check = LoadCheck(lambda module=module: _reshard_below(module))  # type: ignore[misc]
+            module.register_load_state_dict_pre_hook(check)
             if bucket is not None:
                 module.register_state_dict_pre_hook(lambda *_: bucket.reshard())
-                module.register_load_state_dict_pre_hook(lambda *_: bucket.reshard())
                 module.register_load_state_dict_post_hook(lambda *_: bucket.adopt())
 
     # -- root -----------------------------------------------------------------------------------
@@ -244,8 +88,11 @@ class ModuleState:
     def lazy_init(self) -> RootContext:
         """Finds all states below this one and makes it their root, at the first forward.
 
+        Modules below that ran by themselves before, each as a root of its own, join it.
+
         Raises:
-            RuntimeError: A module below was run by itself before; its root would be lost.
+            RuntimeError: A module below belongs to another root, or what ranks must agree on
+                differs; nothing has changed then.
         """
         if self.context is not None:
             return self.context
@@ -255,22 +102,35 @@ class ModuleState:
                 f"{[type(m).__name__ for m in self.modules]}: call fully_shard on the model that "
                 f"holds them"
             )
-        context = RootContext(self)
-        seen: set[int] = set()
-        for name, module in self.modules[0].named_modules():
-            state = state_of(module)
-            if state is None or id(state) in seen:
-                continue
-            seen.add(id(state))
-            if state.context is not None:
+        below = self._states_below()
+        earlier = {name: state.context for name, state in below.items()}
+        for name, former in earlier.items():
+            if former is not None and former.root not in below.values():
                 raise RuntimeError(
-                    f"{name} ran a forward by itself before its root did; run the root module first"
+                    f"{name} is below {type(former.root.modules[0]).__name__}, which is a root "
+                    f"already; two roots cannot share a module: call fully_shard on what holds both"
                 )
+        context = RootContext(self)
+        for name, state in below.items():
             state.join(context, name)
-        context.check_ranks_agree()
-        if self.reshard_after_forward is None:
-            self.reshard_after_forward = False  # backward would gather it again at once
+        try:
+            context.check()
+        except Exception:
+            for name, state in below.items():
+                state.context = earlier[name]
+            raise
+        for former in earlier.values():
+            if former is not None:
+                context.absorb(former)
         return context
+
+    def _states_below(self) -> dict[str, ModuleState]:
+        """This state and all below it, by the name of their first module; parents first."""
+        states: dict[ModuleState, str] = {}
+        for name, module in self.modules[0].named_modules():
+            if (state := state_of(module)) is not None:
+                states.setdefault(state, name)
+        return {name: state for state, name in states.items()}
 
     def join(self, context: RootContext, name: str) -> None:
         """Becomes one of the states of a root."""
@@ -289,12 +149,16 @@ class ModuleState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self.lazy_init()
         recompute = context.in_backward  # activation checkpointing runs forward inside backward
-        if not recompute and context.root is self:
-            context.begin_forward()
+        if not recompute:
+            if context.root is self:
+                context.begin_forward()
+            elif self.bucket is not None and not self._running:
+                context.begin_call(self.bucket)
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.bucket is None:
             return args, kwargs
-        if not self._running:
+        is_first = not self._running
+        if is_first:
             self._running = set(self.modules)
         self.bucket.wait_for_unshard()
         if not recompute:
@@ -302,16 +166,21 @@ class ModuleState:
             for state in self.forward_prefetch:
                 if state.bucket is not None:
                     state.bucket.unshard()
-        return self._watch_inputs(args, kwargs)
+        # Backward leaves the modules of a call in reverse order: the first one's inputs end it.
+        return self._watch_inputs(args, kwargs) if is_first else (args, kwargs)
+
+    def begin_forward(self) -> None:
+        """Forgets modules that were still to run in the last forward."""
+        self._running.clear()
 
     @torch._dynamo.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         context = self.lazy_init()
         self._running.discard(module)
-        if self.bucket is not None and not self._running and not self.in_backward:
+        watched = self._watch_outputs(output)
+        if self.bucket is not None and not self._running and not self.in_backward and watched:
             if context.in_backward or self._frees_after_forward(self.bucket, context):
                 self.bucket.reshard()
-        self._watch_outputs(output)
         if context.root is self and not context.in_backward:
             context.end_forward()
         if self.mp_policy.output_dtype is not None:
@@ -320,8 +189,11 @@ class ModuleState:
 
     def _frees_after_forward(self, bucket: Bucket, context: RootContext) -> bool:
         """By default what backward needs first stays: it would be gathered again at once."""
+        if context.keeps_weights:
+            return False
         if self.reshard_after_forward is None:
-            return not (torch.is_grad_enabled() and context.is_last(bucket))
+            first_in_backward = context.root is self or context.is_last(bucket)
+            return not (torch.is_grad_enabled() and first_in_backward)
         return self.reshard_after_forward
 
     def _cast_inputs(
@@ -349,18 +221,29 @@ class ModuleState:
             leaves[i] = tensor
         return tree_unflatten(leaves, spec)
 
-    def _watch_outputs(self, output: Any) -> None:
-        """Has `_before_backward` called when the first gradient of an output arrives."""
+    def _watch_outputs(self, output: Any) -> bool:
+        """Has `_before_backward` called when the first gradient of an output arrives.
+
+        Returns:
+            Whether that comes in time. Not so where an object of an unknown class may hide tensors,
+            or where the output is a weight itself: those that are gathered must then stay until the
+            end of backward, which the first gradient of a parameter announces.
+        """
         if not torch.is_grad_enabled():
-            return
-        for tensor in tree_flatten(output)[0]:
-            if isinstance(tensor, Tensor) and tensor.requires_grad:
-                tensor.register_hook(self._before_backward)
+            return True
+        leaves = list(_leaves(output))
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in trained:
+            if tensor.is_leaf:
+                return False
+            tensor.register_hook(self._before_backward)
+        return bool(trained) or all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
 
     @torch._dynamo.disable
     def _before_backward(self, grad: Tensor) -> Tensor:
         context = self.lazy_init()
         context.begin_backward()
+        context.creates_graph |= torch.is_grad_enabled()
         self.in_backward = True
         if self.bucket is not None:
             self.bucket.wait_for_unshard()
@@ -382,7 +265,8 @@ class ModuleState:
         """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
         self.in_backward = False
         if self.bucket is not None and self.bucket.reshard_after_backward:
-            self.bucket.reshard()
+            if not self.lazy_init().keeps_weights:
+                self.bucket.reshard()
 
 
 _STATE = "_fully_shard_state"
@@ -396,6 +280,25 @@ def attach_state(module: nn.Module, state: ModuleState) -> None:
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of the `fully_shard` call that was given this module, if any."""
     return module.__dict__.get(_STATE)
+
+
+def _reshard_below(module: nn.Module) -> None:
+    for part in module.modules():
+        state = state_of(part)
+        if state is not None and state.bucket is not None:
+            state.bucket.reshard()
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of a pytree, and of the dataclasses in it."""
+    for leaf in tree_flatten(tree)[0]:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in fields(leaf)])
+        else:
+            yield leaf
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -174,9 +175,9 @@ def test_a_result_that_cannot_be_pickled_names_its_type(pool: RankPool) -> None:
         pool.run(return_a_generator, 1)
 
 
-def test_what_ranks_cannot_import_is_refused_before_they_start(pool: RankPool) -> None:
-    with pytest.raises(ValueError, match="top level of the test file"):
-        pool.run(lambda: None, 1)
+def test_what_cannot_travel_is_refused_before_ranks_start(pool: RankPool) -> None:
+    with pytest.raises(TypeError, match=r"lock.*make what cannot be pickled.*inside the function"):
+        pool.run(print, 1, threading.Lock())
     with pytest.raises(ValueError, match="positive world_size, got 0"):
         pool.run(sum_of_ranks, 0)
     assert pool.pids() == {}
@@ -193,12 +194,13 @@ def _is_running(pid: int) -> bool:
 def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
     # The parent is killed while its ranks hang: nobody is left to tell them to stop.
     script = """
-        import os, ranks, signal, sys, test_ranks, threading
-        if __name__ == "__main__":
-            ranks.run_ranks(test_ranks.sum_of_ranks, 2)
-            print(*ranks._POOL.pids().values(), flush=True)
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
-            ranks.run_ranks(test_ranks.hang_on, 2, 0)
+        import os, signal, test_ranks, threading
+        from vfsdp_optim.testing.pool import RankPool
+        pool = RankPool()
+        pool.run(test_ranks.sum_of_ranks, 2)
+        print(*pool.pids().values(), flush=True)
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        pool.run(test_ranks.hang_on, 2, 0)
     """
     # The killed parent cannot remove its temporary directory.
     environment = {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)}

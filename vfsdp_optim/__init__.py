@@ -1,6 +1,13 @@
 """Optimizers that declare the structure they need, on plain tensors and on shards alike."""
 
-from sharding import FSDPModule, FullMatrix, MixedPrecisionPolicy, fully_shard, layout
+from sharding import (
+    FSDPModule,
+    FullMatrix,
+    MixedPrecisionPolicy,
+    fully_shard,
+    layout,
+    load_full_state_dict,
+)
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
@@ -13,5 +20,6 @@ __all__ = [
     "Muon",
     "fully_shard",
     "layout",
+    "load_full_state_dict",
     "param_groups",
 ]

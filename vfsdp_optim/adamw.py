@@ -109,6 +109,9 @@ class AdamW(StructuredOptimizer):
         differentiable: not supported.
         fused: not supported.
         state_dtype: dtype of the moments; None is the parameter's, as in torch.
+        on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
+            if a rank has one, leave parameters, states and step counts as they are on all ranks;
+            `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
 
     Raises:
         ValueError: a value out of range.
@@ -133,6 +136,7 @@ class AdamW(StructuredOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        on_nonfinite: str = "ignore",
     ) -> None:
         algorithm = AdamWAlgorithm(
             lr=lr,
@@ -147,4 +151,4 @@ class AdamW(StructuredOptimizer):
             fused=fused,
             state_dtype=state_dtype,
         )
-        super().__init__(params, algorithm)
+        super().__init__(params, algorithm, on_nonfinite=on_nonfinite)

@@ -132,7 +132,7 @@ def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]
             raise ValueError(
                 f"{where}: {key}: a tensor must have 1 element, got {tuple(value.shape)}"
             )
-        if not float(value) >= 0.0:
+        if not isinstance(value, int | float | Tensor) or not float(value) >= 0.0:
             raise ValueError(f"{where}: {key}: expected a number >= 0, got {value!r}")
 
 

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from sharding.names import plain_names
 from sharding.structure import FullMatrix
-from vfsdp_optim.loading import plain_names
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
@@ -103,6 +103,7 @@ def param_groups(
             for AdamW. Comes before every other rule.
 
     Raises:
+        TypeError: `model` is no module, or another argument no mapping.
         ValueError: a parameter for which no rule is sure, a glob that matches no parameter, globs
             that contradict each other, or a pattern that does not fit.
 
@@ -112,6 +113,7 @@ def param_groups(
         >>> [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
         [('muon', ['1.weight']), ('adamw', ['0.weight', '1.bias', '2.weight', '2.bias'])]
     """
+    _check_arguments(model, adamw=adamw, muon=muon, matrices=matrices)
     uses = _uses(model)
     chosen = _chosen(uses, matrices or {})
     heads = _heads(uses, chosen)
@@ -129,6 +131,15 @@ def param_groups(
             own["matrices"] = pattern
         groups.append({**own, **((muon if algorithm == "muon" else adamw) or {})})
     return ParamGroups(groups, tuple(routes))
+
+
+def _check_arguments(model: nn.Module, **mappings: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got {model!r}; pass the model itself")
+    for name, value in mappings.items():
+        if value is not None and not isinstance(value, Mapping):
+            example = "{'*.conv.weight': None}" if name == "matrices" else "{'lr': 3e-4}"
+            raise TypeError(f"{name}: expected a mapping such as {example}, got {value!r}")
 
 
 def _uses(model: nn.Module) -> list[_Use]:

@@ -6,14 +6,14 @@ from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from sharding.names import match_by_name, plain_names
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.runs import Member
 from vfsdp_optim.states import saved_values
 
-# Prefixes that wrappers put into names and that say nothing about the parameter.
-_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
 # How torch runs its own update; of no meaning for state.
 _EXECUTION_KEYS = frozenset(
     {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
@@ -45,11 +45,12 @@ class Checkpoint:
         groups: list[dict[str, Any]],
         algorithms: Mapping[str, Algorithm],
     ) -> None:
-        saved = [dict(group) for group in state_dict["param_groups"]]
-        if all("param_names" in group for group in (*saved, *groups)):
-            sources, ids = _match_by_name(saved, groups)
-        else:
+        saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
+        names = _names(saved, groups)
+        if names is None:
             sources, ids = _match_by_position(saved, groups)
+        else:
+            sources, ids = _match_by_name(saved, names, groups)
         for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
             _check_structural(f"param group {g}", group, source, algorithms[group["algorithm"]])
         self.hyper_parameters = [
@@ -59,18 +60,39 @@ class Checkpoint:
         self.states: dict[Tensor, dict[str, Any]] = {}
         for param, saved_id in ids.items():
             state = state_dict["state"].get(saved_id)
-            if state:
+            if state is not None:
                 self.states[param] = state
+
+    def check_hyper_parameters(self, groups: list[dict[str, Any]]) -> None:
+        """Check that every group finds its values.
+
+        torch's state-dict functions give them to one group only where a saved group was split.
+
+        Raises:
+            ValueError: a group has parameters and no values in the checkpoint.
+        """
+        for g, (group, loaded) in enumerate(zip(groups, self.hyper_parameters, strict=True)):
+            if group["params"] and not loaded:
+                raise ValueError(
+                    f"param group {g}: the checkpoint has no hyper-parameters for it, only its "
+                    "parameters; group the parameters as they were saved"
+                )
 
     def values(self, member: Member, counts_steps: bool) -> LoadedState:
         """Return the state of a member.
 
         Raises:
             ValueError: keys or shapes differ from the member's.
+            RuntimeError: the parameter is on the meta device.
         """
         state = self.states.get(member.param)
         if state is None:
             return LoadedState()
+        if member.param.is_meta:
+            raise RuntimeError(
+                f"{member.fqn} is on the meta device; call module.to_empty(device=...) before its "
+                "state is loaded"
+            )
         expected = {*member.state_dtypes, *(["step"] if counts_steps else [])}
         if set(state) != expected:
             raise ValueError(
@@ -86,21 +108,14 @@ class Checkpoint:
         )
 
 
-def plain_names(names: list[str]) -> list[str]:
-    """Return names without what torch.compile, DDP and activation checkpointing put into them.
-
-    The names are returned as they are where the shorter ones would not be distinct.
-
-    Example:
-        >>> plain_names(["module._orig_mod.layers.0._checkpoint_wrapped_module.weight"])
-        ['layers.0.weight']
-    """
-    plain = []
-    for name in names:
-        parts = [part for part in name.split(".") if part not in _WRAPPERS]
-        # DDP wraps the root only; elsewhere `module` may be the user's own name.
-        plain.append(".".join(parts[1:] if len(parts) > 1 and parts[0] == "module" else parts))
-    return plain if len(set(plain)) == len(names) else names
+def _with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a saved group, with dtypes for the text that `state_dict` makes of them."""
+    return {
+        key: getattr(torch, value.removeprefix("torch."))
+        if isinstance(value, str) and value.startswith("torch.")
+        else value
+        for key, value in group.items()
+    }
 
 
 def _match_by_position(
@@ -122,36 +137,39 @@ def _match_by_position(
 
 
 def _match_by_name(
-    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+    saved: list[dict[str, Any]], saved_names: list[list[str]], groups: list[dict[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, Any]]:
-    homes = [(s, saved_id) for s, source in enumerate(saved) for saved_id in source["params"]]
-    home = dict(zip(_all_names(saved), homes, strict=True))  # name -> (saved group, saved id)
-    own_names = iter(_all_names(groups))
-    names = [[next(own_names) for _ in group["params"]] for group in groups]
-    wanted = {name for own in names for name in own}
-    missing, unexpected = sorted(wanted - set(home)), sorted(set(home) - wanted)
-    if missing or unexpected:
-        raise ValueError(
-            f"loaded state dict does not have the parameters of the optimizer: missing {missing}, "
-            f"unexpected {unexpected}; to match by position, remove param_names from its groups"
-        )
-    sources: list[dict[str, Any]] = []
-    ids: dict[Tensor, Any] = {}
-    for g, (group, own) in enumerate(zip(groups, names, strict=True)):
-        origins = {home[name][0] for name in own}
-        if len(origins) > 1:
-            raise ValueError(
-                f"param group {g} has parameters of several saved groups, {sorted(origins)}: "
-                "its hyper-parameters are ambiguous; group the parameters as they were saved"
-            )
-        # A group without parameters keeps its values.
-        sources.append(saved[origins.pop()] if origins else group)
-        ids.update((param, home[name][1]) for name, param in zip(own, group["params"], strict=True))
+    homes = match_by_name(saved_names, [group["param_names"] for group in groups])
+    # A group without parameters keeps its values.
+    sources = [
+        saved[places[0][0]] if places else group
+        for places, group in zip(homes, groups, strict=True)
+    ]
+    ids = {
+        param: saved[s]["params"][i]
+        for places, group in zip(homes, groups, strict=True)
+        for (s, i), param in zip(places, group["params"], strict=True)
+    }
     return sources, ids
 
 
-def _all_names(groups: list[dict[str, Any]]) -> list[str]:
-    return plain_names([name for group in groups for name in group["param_names"]])
+def _names(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[list[str]] | None:
+    """Return the names of the saved parameters, or None where positions have to do.
+
+    The ids of torch's state-dict functions are the parameters' names in the model. These functions
+    order `params` as the optimizer does and leave `param_names` as they were saved: the ids count.
+    Their positions do where the optimizer was given names of the user's own.
+    """
+    if not all("param_names" in group for group in groups):
+        return None
+    ids = [group["params"] for group in saved]
+    flat = [saved_id for group in ids for saved_id in group]
+    if flat and all(isinstance(saved_id, str) for saved_id in flat):
+        own = plain_names([name for group in groups for name in group["param_names"]])
+        return ids if set(plain_names(flat)) & set(own) else None
+    if all("param_names" in group for group in saved):
+        return [group["param_names"] for group in saved]
+    return None
 
 
 def _check_structural(

@@ -17,6 +17,7 @@ from sharding.ownership import OwnerPlan, UnitSpec, plan_owners
 from sharding.ragged_tensor import RaggedDTensor
 from sharding.structure import FullMatrix, Unit
 from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch
+from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.runs import Member
 from vfsdp_optim.states import local_bounds
 
@@ -68,15 +69,20 @@ class Job:
         stacked = updates[0].unsqueeze(0) if len(updates) == 1 else torch.stack(updates)
         return self.structure.flatten(stacked, self.unit, shape).to(inputs.dtype)
 
-    def apply(self, param: Tensor, update: Tensor) -> None:
+    def apply(self, param: Tensor, update: Tensor, skip: Skip) -> None:
         """Add the update to the local elements; `param` is the local piece of the parameter,
-        1-D."""
+        1-D. Nothing is added where `skip` is set."""
         factor = self.algorithm.factor(self.group, self.unit.rows, self.unit.cols)
         if param.dtype.itemsize < 4:
             # On the CPU, a + alpha * b in bfloat16 rounds in another way at the ends of a tensor
             # than inside; in float32, rounded once, it does not depend on where a shard is cut.
             update = update.float()
-        param[self.start : self.start + self.numel].add_(update, alpha=factor)
+        piece = param[self.start : self.start + self.numel]
+        if isinstance(skip, Tensor):
+            updated = piece.add(update, alpha=factor)
+            piece.copy_(torch.where(skip.to(piece.device), piece, updated))
+        else:
+            piece.add_(update, alpha=factor)
 
 
 def make_jobs(
@@ -109,7 +115,7 @@ class LocalMatrices:
             self._by_member.setdefault(job.member.number, []).append(job)
         self._scratch = scratch
 
-    def step(self, grads: Sequence[Tensor | None]) -> None:
+    def step(self, grads: Sequence[Tensor | None], skip: Skip = False) -> None:
         """Compute and apply every update; `grads` by member number."""
         for number, jobs in self._by_member.items():
             grad = grads[number]
@@ -121,7 +127,7 @@ class LocalMatrices:
                 wire = job.algorithm.wire_dtype(job.group, param.device)
                 inputs = self._scratch.take(job.numel, wire, param.device)
                 job.write_input(grad, inputs)
-                job.apply(param, job.update(inputs))
+                job.apply(param, job.update(inputs), skip)
             member.close(param)
 
 
@@ -159,7 +165,7 @@ class ShardedMatrices:
         ]
         self._resident = LocalMatrices(resident, scratch)
 
-    def step(self, grads: Sequence[Tensor | None]) -> None:
+    def step(self, grads: Sequence[Tensor | None], skip: Skip = False) -> None:
         """Compute and apply every update; `grads` by member number.
 
         While a wave is computed the next one arrives and the one before returns; resident units are
@@ -169,7 +175,7 @@ class ShardedMatrices:
         waves = len(self.plan.waves)
         if waves:
             self._send(0, grads)
-        self._resident.step(grads)
+        self._resident.step(grads, skip)
         for wave in range(waves):
             if wave + 1 < waves:
                 self._send(wave + 1, grads)
@@ -178,9 +184,9 @@ class ShardedMatrices:
                 self._compute(unit, grads)
             self._exchange.start_return(wave)
             if wave > 0:
-                self._apply(wave - 1, grads)
+                self._apply(wave - 1, grads, skip)
         if waves:
-            self._apply(waves - 1, grads)
+            self._apply(waves - 1, grads, skip)
 
     def _send(self, wave: int, grads: Sequence[Tensor | None]) -> None:
         for unit in self._exchange.held_units(wave):
@@ -203,12 +209,12 @@ class ShardedMatrices:
         for start, part in parts:
             part.copy_(update[start : start + part.numel()])
 
-    def _apply(self, wave: int, grads: Sequence[Tensor | None]) -> None:
+    def _apply(self, wave: int, grads: Sequence[Tensor | None], skip: Skip) -> None:
         self._exchange.wait_return(wave)
         for unit in self._exchange.held_units(wave):
             job = self._jobs[unit]
             if grads[job.member.number] is not None:
-                job.apply(job.member.open(), self._exchange.piece(unit))
+                job.apply(job.member.open(), self._exchange.piece(unit), skip)
 
 
 def plan_jobs(jobs: Sequence[Job], *, wave_numel: int) -> OwnerPlan:

@@ -171,6 +171,9 @@ class Muon(StructuredOptimizer):
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
         state_dtype: dtype of the momentum; None is the parameter's, as in torch.
         wave_numel: elements of cut matrices that a rank receives at a time.
+        on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
+            if a rank has one, leave parameters, states and step counts as they are on all ranks;
+            `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
 
     Raises:
         ValueError: a value out of range, or a parameter that is no matrix in a group without
@@ -196,6 +199,7 @@ class Muon(StructuredOptimizer):
         ns_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
         wave_numel: int = WAVE_NUMEL,
+        on_nonfinite: str = "ignore",
     ) -> None:
         algorithm = MuonAlgorithm(
             lr=lr,
@@ -209,7 +213,13 @@ class Muon(StructuredOptimizer):
             ns_dtype=ns_dtype,
             state_dtype=state_dtype,
         )
-        super().__init__(params, algorithm, AdamWAlgorithm(), wave_numel=wave_numel)
+        super().__init__(
+            params,
+            algorithm,
+            AdamWAlgorithm(),
+            wave_numel=wave_numel,
+            on_nonfinite=on_nonfinite,
+        )
 
 
 def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:

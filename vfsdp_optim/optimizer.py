@@ -4,14 +4,14 @@ Touches local tensors; communicates once to compare plans, and in the exchange o
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from sharding.collectives import check_same_on_all_ranks
@@ -20,9 +20,11 @@ from sharding.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.matrices import Job, LocalMatrices, ShardedMatrices, make_jobs
+from vfsdp_optim.membership import check_current, check_kind, distinct, named
+from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.runs import Member, Span, find_spans
-from vfsdp_optim.states import PlainFormat, is_sharded, local_data, saved_values, user_view
+from vfsdp_optim.states import PlainFormat, local_data, saved_values, user_view
 
 # Elements a rank receives in one wave: 32 MiB in bfloat16, or one 4096 x 4096 matrix.
 WAVE_NUMEL = 1 << 24
@@ -38,6 +40,7 @@ class _Layout:
         spans: the same, by where they lie.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
+        meshes: what members are sharded over, in the order of the groups.
         matrices: the matrix part; None until the first step, because its slots take memory.
     """
 
@@ -46,6 +49,7 @@ class _Layout:
     spans: list[Span]
     steps: Tensor
     counting: list[bool]
+    meshes: list[DeviceMesh]
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
 
 
@@ -66,6 +70,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         algorithm: of groups that name none.
         others: further algorithms that a group may name.
         wave_numel: elements of cut matrices that a rank receives at a time.
+        on_nonfinite: "ignore", "skip" or "raise"; see [Note: skipped steps] in nonfinite.py.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         algorithm: Algorithm,
         *others: Algorithm,
         wave_numel: int = WAVE_NUMEL,
+        on_nonfinite: str = "ignore",
     ) -> None:
         if wave_numel < 1:
             raise ValueError(
@@ -82,6 +88,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._algorithms = {a.name: a for a in (algorithm, *others)}
         self._default_algorithm = algorithm.name
         self._wave_numel = wave_numel
+        self._nonfinite = NonfiniteRule(on_nonfinite)
         self._reset()
         super().__init__(params, dict(algorithm.defaults))
 
@@ -95,6 +102,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; see the class for its keys.
+
+        A parameter that is twice in the group is kept once, with a warning where torch has one.
 
         Raises:
             ValueError: an unknown algorithm or key, a value out of range, or a parameter that the
@@ -112,8 +121,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         algorithm = self._algorithms[name]
         algorithm.complete(group, where)
         if not isinstance(group["params"], Tensor | set):  # for which the base class has rules
-            group["params"] = list(group["params"])
-            _check_distinct(group["params"], where)
+            group["params"] = distinct(list(group["params"]), where)
         # The base class would give the group every key of `defaults`, other algorithms' too.
         union, self.defaults = self.defaults, {}
         try:
@@ -121,8 +129,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         finally:
             self.defaults = union
         try:
-            for param, fqn in _named(group, where):
-                _check_kind(param, fqn)
+            for param, fqn in named(group, where):
+                check_kind(param, fqn)
                 algorithm.check_param(group, param.shape, fqn)
         except Exception:
             self.param_groups.pop()
@@ -155,7 +163,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             RuntimeError: a parameter has been stepped; its state belongs to the old layout.
         """
         for g, group in enumerate(self.param_groups):
-            for param, fqn in _named(group, f"group {g}"):
+            for param, fqn in named(group, f"group {g}"):
                 state = self._states.get(param, {}) if param in sharded else {}
                 if any(bool(local_data(value).any()) for value in state.values()):
                     raise RuntimeError(
@@ -196,6 +204,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             "_algorithms": self._algorithms,
             "_default_algorithm": self._default_algorithm,
             "_wave_numel": self._wave_numel,
+            "_nonfinite": self._nonfinite,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -204,6 +213,16 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._states = state.pop("state")
         self._reset()
         super().__setstate__(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return state and groups as torch does; dtypes in groups as text.
+
+        torch's state-dict functions refuse dtypes among hyper-parameters.
+        """
+        saved = super().state_dict()
+        for group in saved["param_groups"]:  # copies of the optimizer's own
+            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
+        return saved
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -216,16 +235,24 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key
                 that gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
+            RuntimeError: a parameter whose state is loaded is on the meta device.
         """
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
-        for param in checkpoint.states:
-            if param not in self._states:  # a frozen parameter that was trained before
-                self._states[param] = {}
-        layout = self._current_layout()
-        values = {m.number: checkpoint.values(m, layout.counting[m.number]) for m in layout.members}
+        # Frozen parameters that were trained before.
+        added = [param for param in checkpoint.states if param not in self._states]
+        self._states.update((param, {}) for param in added)
+        try:
+            layout = self._current_layout()
+            values = [checkpoint.values(m, layout.counting[m.number]) for m in layout.members]
+            checkpoint.check_hyper_parameters(self.param_groups)
+        except Exception:
+            for param in added:
+                self._states.pop(param, None)
+            self._layout = None
+            raise
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
             group.update(loaded)
         if any(
@@ -261,26 +288,58 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
         Returns:
             What `closure` returned.
+
+        Raises:
+            RuntimeError: a parameter is the original of one that was sharded; a gradient on some
+                rank is infinite or NaN, with on_nonfinite="raise".
+            TypeError: the gradient of a sharded parameter is not laid out as it is.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_current(self.param_groups)
         layout = self._current_layout()
         matrices = self._current_matrices(layout)
         grads = [member.gradient() for member in layout.members]
-        self._update_runs(layout, grads)
-        for part in matrices:
-            part.step(grads)
+        skip = self._decide(layout, grads)
+        if skip is not True:
+            self._update_runs(layout, grads, skip)
+            for part in matrices:
+                part.step(grads, skip)
         return loss
 
-    def _update_runs(self, layout: _Layout, grads: list[Tensor | None]) -> None:
+    @property
+    def skipped_steps(self) -> int:
+        """How many steps on_nonfinite="skip" has left out, in this process."""
+        return self._nonfinite.skipped
+
+    def _decide(self, layout: _Layout, grads: list[Tensor | None]) -> Skip:
+        """Return whether on_nonfinite leaves the step out, or raise."""
+        rule = self._nonfinite
+        if rule.choice == "ignore":
+            return False
+        steps = layout.steps.tolist()
+        pieces = (piece for span in layout.spans for piece in span.gradients(grads, steps))
+        skip = rule.decide(pieces, layout.meshes)
+        if rule.choice == "raise" and skip:
+            names = [
+                member.fqn
+                for member, grad in zip(layout.members, grads, strict=True)
+                if grad is not None and not grad.isfinite().all()
+            ]
+            raise rule.error(names, layout.meshes)
+        return skip
+
+    def _update_runs(self, layout: _Layout, grads: list[Tensor | None], skip: Skip) -> None:
         """Do the element-wise part of every group."""
-        steps = _count(layout, grads)
+        advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
+        self._nonfinite.count(skip, layout.steps, torch.tensor(advance, dtype=torch.float32))
+        steps = layout.steps.tolist()
         for span in layout.spans:
             group = self.param_groups[span.group]
             algorithm = self._algorithms[group["algorithm"]]
-            for run in span.runs(grads, steps):
+            for run in span.runs(grads, steps, skip):
                 algorithm.update_run(group, run, self._scratch)
                 run.store()
 
@@ -304,6 +363,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def _current_layout(self) -> _Layout:
         """Return the layout, made again if parameters came, went or moved to other memory."""
+        self._nonfinite.settle()
         layout, key = self._layout, self._layout_key()
         if layout is None or layout.key != key or any(m.moved for m in layout.members):
             layout = self._layout = self._make_layout()
@@ -316,16 +376,16 @@ class StructuredOptimizer(torch.optim.Optimizer):
         members: list[Member] = []
         for g, group in enumerate(self.param_groups):
             keys = self._algorithms[group["algorithm"]].state_keys(group)
-            for param, fqn in _named(group, f"group {g}"):
+            for param, fqn in named(group, f"group {g}"):
                 if self._has_state(param):
-                    dtypes = _state_dtypes(keys, group, param, self._states.get(param, {}))
+                    dtypes = _state_dtypes(keys, group, param, self._old_state(param))
                     members.append(Member(param, fqn, g, len(members), dtypes))
         spans = find_spans(members, lambda _: self._format)
         counting = [self._algorithm(member).counts_steps for member in members]
         steps = torch.zeros(len(members), dtype=torch.float32)
         states: defaultdict[Tensor, Any] = defaultdict(dict)
         for member in members:
-            old = self._states.get(member.param, {})
+            old = self._old_state(member.param)
             state = states[member.param]
             if counting[member.number]:
                 steps[member.number] = float(old.get("step", 0.0))
@@ -335,7 +395,15 @@ class StructuredOptimizer(torch.optim.Optimizer):
                     piece.copy_(saved_values(old[key], member.param, f"{member.fqn}.{key}"))
                 state[key] = user_view(piece, member.param)
         self._states = states
-        return _Layout(None, members, spans, steps, counting)
+        sharded = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
+        meshes = list(dict.fromkeys(param.device_mesh for param in sharded))
+        return _Layout(None, members, spans, steps, counting, meshes)
+
+    def _old_state(self, param: Tensor) -> dict[str, Any]:
+        """Return the state to carry over; none that was seen before the parameter had memory."""
+        state: dict[str, Any] = self._states.get(param, {})
+        on_meta = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
+        return {} if on_meta else state
 
     def _jobs(self, layout: _Layout) -> dict[tuple[Any, torch.dtype | None], list[Job]]:
         """Return matrix units by (mesh, dtype on the wire), and by (None, None) of plain ones."""
@@ -393,44 +461,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 self._checked_plans[process_group] = plan
 
 
-def _named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
-    """Yield each parameter of a group with its name, or its place where it has none."""
-    names = group.get("param_names")
-    for i, param in enumerate(group["params"]):
-        yield param, names[i] if names else f"{where}, parameter {i} of shape {tuple(param.shape)}"
-
-
-def _check_distinct(params: list[Any], where: str) -> None:
-    first: dict[int, int] = {}
-    for i, item in enumerate(params):
-        param = item[1] if isinstance(item, tuple) else item
-        if first.setdefault(id(param), i) != i:
-            raise ValueError(f"{where}: {first[id(param)]} and {i} are the same parameter")
-
-
-def _check_kind(param: Tensor, fqn: str) -> None:
-    if isinstance(param, DTensor) and not is_sharded(param):
-        raise NotImplementedError(
-            f"{fqn}: parameters that are a {type(param).__name__} with placements "
-            f"{param.placements} are not supported; shard the model with vfsdp_optim.fully_shard"
-        )
-    if not param.is_floating_point():
-        raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
-
-
 def _state_dtypes(
     keys: tuple[str, ...], group: dict[str, Any], param: Tensor, old: dict[str, Any]
 ) -> dict[str, torch.dtype]:
     """Return state dtypes: of existing state, else as the group says, else the parameter's."""
     chosen = group.get("state_dtype") or param.dtype
     return {key: old[key].dtype if key in old else chosen for key in keys}
-
-
-def _count(layout: _Layout, grads: list[Tensor | None]) -> list[float]:
-    """Advance the step of every member that has a gradient, and return all members' steps."""
-    advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
-    if any(advance):
-        layout.steps.add_(torch.tensor(advance, dtype=torch.float32))
-    return [
-        step if c else 0.0 for step, c in zip(layout.steps.tolist(), layout.counting, strict=True)
-    ]

@@ -41,6 +41,7 @@ class Member:
         state_dtypes: state key -> dtype.
         numel: elements on this rank.
         pointer: address of those elements when the span was found.
+        device: where they were then.
         start: offset in the span.
         states: state key -> 1-D piece of the span's flat tensor.
     """
@@ -52,17 +53,22 @@ class Member:
     state_dtypes: dict[str, torch.dtype]
     numel: int = 0
     pointer: int = 0
+    device: torch.device | None = None
     start: int = 0
     states: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Note where the parameter lies."""
         self.numel, self.pointer = local_data(self.param).numel(), local_pointer(self.param)
+        self.device = self.param.device
 
     @property
     def moved(self) -> bool:
         """Whether the parameter has other memory than when the span was found."""
-        return local_pointer(self.param) != self.pointer
+        if local_pointer(self.param) != self.pointer:
+            return True
+        # Without memory, empty or on meta, there is no address to tell.
+        return self.pointer == 0 and self.param.device != self.device
 
     def open(self) -> Tensor:
         """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
@@ -89,7 +95,8 @@ class Member:
                 raise TypeError(
                     f"{self.fqn}: expected a gradient laid out as its parameter, in "
                     f"{param.placements!r}, got a {type(grad).__name__} in "
-                    f"{getattr(grad, 'placements', None)!r}"
+                    f"{getattr(grad, 'placements', None)!r}; set one with "
+                    f"p.grad = torch.zeros_like(p); p.grad.copy_(full_gradient)"
                 )
             return grad._local_tensor
         if grad.layout is not torch.strided:

@@ -41,7 +41,7 @@ def checkpoint(directory: Path, step: int, **changes: object) -> Path:
     return path
 
 
-def test_killed_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
+def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: Path) -> None:
     whole_run, killed = tmp_path / "whole", tmp_path / "killed"
     result = run_script("--ranks", 2, "--checkpoint", whole_run)
     assert result.returncode == 0, result.stderr
@@ -53,14 +53,14 @@ def test_killed_run_goes_on_with_other_ranks(tmp_path: Path) -> None:
     shutil.copytree(whole_run, killed)
     (killed / "report.json").unlink()
     (killed / "step-00000010" / ".metadata").unlink()
-    result = run_script("--ranks", 3, "--checkpoint", killed, "--resume")
+    result = run_script("--ranks", 5, "--checkpoint", killed, "--resume")
     assert result.returncode == 0, result.stderr
 
     one, other = report(whole_run), report(killed)
     assert len(one["losses"]) == 10
     assert one["losses"][-1] < one["losses"][0] - 0.5
     assert other["losses"][:5] == one["losses"][:5]  # remembered
-    # Gradients averaged over 2 and over 3 ranks differ in the last bits of fp32.
+    # Gradients averaged over 2 and over 5 ranks differ in the last bits of fp32.
     assert other["losses"][5:] == pytest.approx(one["losses"][5:], abs=1e-4)
     assert other["held_out_bits"] == pytest.approx(one["held_out_bits"], abs=1e-4)
 

@@ -178,10 +178,17 @@ def test_unknown_key_is_an_error_that_names_it():
         AdamW([{"params": parameters()}, {"params": parameters(), "momentum": 0.9}])
 
 
-def test_parameter_given_twice_is_an_error():
-    (p,) = parameters([(3,)])
-    with pytest.raises(ValueError, match="param group 0: 0 and 1 are the same parameter"):
-        AdamW([("a", p), ("b", p)])
+def test_parameter_given_twice_is_updated_once_with_torchs_warning():
+    # torch warns too, and updates twice: pytorch#101343
+    (p,), (q,) = parameters([(3,)]), parameters([(3,)])
+    with pytest.warns(UserWarning, match="param group 0: 'a' and 'b' are the same parameter"):
+        twice = AdamW([("a", p), ("b", p)], lr=0.1)
+    with pytest.warns(UserWarning, match="param group 0: 0 and 1 are the same parameter"):
+        AdamW([p, p])
+    once = AdamW([q], lr=0.1)
+    train(twice, [p], 2)
+    train(once, [q], 2)
+    assert_same(twice, [p], once, [q])
 
 
 def test_other_dtensors_are_refused_with_the_cure():

@@ -111,6 +111,8 @@ RIGHT: dict[str, Callable[[Any, Any, Any], Any]] = {
     "same view": lambda x, y, z: x.view(x.shape).view_as(x).reshape(x.shape),
     "view with -1": lambda x, y, z: x.view(-1, *x.shape[1:]) if x.dim() and x.numel() else x,
     "same expand": lambda x, y, z: x.expand(x.shape).expand_as(y),
+    "rows": lambda x, y, z: [x[0], x[-1]] if x.dim() and len(x) else x,
+    "row in place": lambda x, y, z: (x[1].fill_(7) if x.dim() > 1 and len(x) else x, x),
     "contiguous": lambda x, y, z: x.contiguous(),
     "detach": lambda x, y, z: x.detach(),
     "data": lambda x, y, z: x.data.mul_(2),
@@ -178,7 +180,7 @@ def test_allowed_op_equals_the_op_on_the_full_tensor(world_size: int) -> None:
 
 # Tested by name above or in test_ragged_tensor.py, or without defined values.
 NOT_SYNTHESISED = re.compile(
-    r"aten\.(_amp|_fused|_pin_memory|_to_copy|_unsafe_view|copy_|empty|expand|new_|record_stream|view)|\.out$"
+    r"aten\.(_amp|_fused|_pin_memory|_to_copy|_unsafe_view|copy_|empty|expand|new_|record_stream|select|view)|\.out$"
 )
 
 
@@ -265,7 +267,7 @@ RAISES: dict[str, Callable[[Any, Any], Any]] = {
     "expand": lambda x, p: x.expand(2, 4, 3),
     "repeat": lambda x, p: x.repeat(2, 1),
     "as_strided": lambda x, p: x.as_strided((2,), (1,)),
-    "select": lambda x, p: x[1],
+    "select along another dim": lambda x, p: x[:, 1],
     "slice": lambda x, p: x[1:],
     "narrow": lambda x, p: x.narrow(0, 0, 1),
     "index": lambda x, p: x[torch.tensor([0])],
@@ -332,11 +334,10 @@ RAISES: dict[str, Callable[[Any, Any], Any]] = {
     # random numbers
     "rand_like": lambda x, p: torch.rand_like(x),
     "randn_like": lambda x, p: torch.randn_like(x),
-    "normal_": lambda x, p: x.normal_(),
-    "uniform_": lambda x, p: x.uniform_(),
+    "bernoulli_ of another tensor": lambda x, p: x.clone().bernoulli_(x.sigmoid()),
     "bernoulli": lambda x, p: x.sigmoid().bernoulli(),
-    "dropout": lambda x, p: F.dropout(x),
-    "kaiming_uniform_": lambda x, p: torch.nn.init.kaiming_uniform_(x),
+    "orthogonal_": lambda x, p: torch.nn.init.orthogonal_(x),
+    "eye_": lambda x, p: torch.nn.init.eye_(x),
     # other tensors among the arguments
     "plain operand": lambda x, p: x + p,
     "plain row": lambda x, p: x * p[0],

@@ -1,0 +1,431 @@
+"""Full checkpoints into sharded models and their optimizers.
+
+May touch: parameters, buffers and optimizer state (through `load_state_dict`), the process group
+of the model's mesh. Everything is checked on all ranks before anything is written.
+
+[Note: sending a full state]
+Rank 0 first sends an outline: the state with every tensor replaced by its shape and dtype, numbers
+and other small values as they are. All ranks check the outline against their model, so that they
+raise together. Then tensors are sent one by one, in the order of the outline, and each rank gets
+its own range only, straight into the parameter where the dtypes agree. States of an optimizer go
+into new pieces first, because only its own `load_state_dict` knows what it needs; the weights are
+written after that has accepted them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from sharding.collectives import all_to_all, check_same_on_all_ranks
+from sharding.load_checks import EXTRA_STATE
+from sharding.names import match_by_name
+from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Stands for a full tensor of one or more dims."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """Stands for what is no full tensor."""
+
+    kind: str
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: Mapping[str, Any] | None,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Loads plain full tensors into a sharded model and, if given, its optimizer.
+
+    Takes what an unsharded run saved, or `get_state_dict` with `full_state_dict=True` returned.
+    All keys must fit; a tied parameter may be there under one of its names. Values are cast between
+    floating dtypes as `copy_` does; optimizer states keep their dtype. Everything is checked before
+    anything is written, and what is wrong raises on every rank. A collective over the model's mesh.
+
+    torch's `set_model_state_dict(full_state_dict=True)` would cut tensors by rules that do not know
+    ragged layouts and raises; this function takes its place.
+
+    Args:
+        model: Materialised: not on the meta device.
+        optimizer: Of this library or of torch.
+        state: Without an optimizer, the model's state dict; with one,
+            `{"model": ..., "optimizer": ...}`, where the latter has "state" and "param_groups" by
+            index (matched by `param_names` where both sides have them, else by position) or by the
+            parameters' names in the model.
+        broadcast_from_rank0: Only the first rank of the mesh has the state; on the others `state`
+            is not read and may be None. Tensors are sent one at a time, to each rank its range.
+
+    Raises:
+        TypeError: `state` is no such mapping, or holds sharded tensors.
+        ValueError: Keys, shapes or dtypes do not fit.
+        RuntimeError: Parameters are on the meta device, or ranks were given different states.
+        NotImplementedError: Parameters that are DTensors of another kind or on several meshes.
+    """
+    targets = model.state_dict(keep_vars=True)  # reshards: see ModuleState
+    group = _group_of(targets)
+    source: Any = state
+    outline = _outline(source)
+    if group is not None and broadcast_from_rank0:
+        outline = _broadcast(outline, group)
+    elif group is not None:
+        check_same_on_all_ranks(
+            "\n".join(_describe(outline)),
+            group,
+            "the state given to load_full_state_dict (where only one rank has it, pass "
+            "broadcast_from_rank0=True): it",
+        )
+    parts = _parts(outline, optimizer)
+    if optimizer is None:
+        source = {"model": source}
+    sender = _Sender(group if broadcast_from_rank0 else None)
+    _check_model(parts["model"], targets)
+    if optimizer is not None:
+        _load_optimizer(model, optimizer, parts["optimizer"], source, sender)
+    _write_model(model, targets, parts["model"], source, sender)
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+
+def _outline(value: Any, *, whole: bool = False) -> Any:
+    """The structure of a state; see [Note: sending a full state].
+
+    Tensors in hyper-parameters and in the extra state of modules are few and small: kept.
+    """
+    if isinstance(value, DTensor):
+        return _Foreign(f"a {type(value).__name__} placed as {value.placements!r}")
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            return _Foreign(f"a tensor of layout {value.layout} on {value.device}")
+        if value.dim() and not whole:
+            return _Outline(tuple(value.shape), value.dtype)
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {
+            key: _outline(item, whole=whole or key == "param_groups" or _is_extra_state(key))
+            for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, whole=whole) for item in value)
+    return value
+
+
+def _is_extra_state(key: object) -> bool:
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
+
+
+def _describe(outline: Any, path: str = "state") -> Iterator[str]:
+    """Lines that are the same on ranks that were given states of the same structure."""
+    if isinstance(outline, Mapping):
+        for key, value in outline.items():
+            yield from _describe(value, f"{path}[{key!r}]")
+    elif isinstance(outline, (list, tuple)):
+        for i, value in enumerate(outline):
+            yield from _describe(value, f"{path}[{i}]")
+    elif isinstance(outline, (_Outline, _Foreign, Tensor, int, float, str, type(None))):
+        yield f"{path}: {outline!r}"
+    else:
+        yield f"{path}: {type(outline).__name__}"
+
+
+def _broadcast(outline: Any, group: dist.ProcessGroup) -> Any:
+    """Rank 0's outline, on all ranks; its failure to pickle raises on all, too."""
+    message: list[Any] = [None]
+    if dist.get_rank(group) == 0:
+        try:
+            message = [pickle.dumps(outline)]
+        except Exception as error:
+            message = [f"{type(error).__name__}: {error}"]
+    dist.broadcast_object_list(message, group=group, group_src=0)
+    if isinstance(message[0], str):
+        raise TypeError(f"state: cannot be sent from rank 0 to the others: {message[0]}")
+    return pickle.loads(message[0])  # made by `dumps` above, on a rank of this job
+
+
+def _parts(outline: Any, optimizer: object) -> dict[str, Any]:
+    """The checked top level: the outlines of the model and of the optimizer."""
+    parts = outline if optimizer is not None else {"model": outline}
+    expected = ["model", "optimizer"] if optimizer is not None else ["model"]
+    if not isinstance(parts, Mapping) or sorted(parts) != expected:
+        got = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
+        raise TypeError(f"state: with an optimizer, expected {{'model', 'optimizer'}}, got {got!r}")
+    for name, part in parts.items():
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                f"state: expected the {name}'s state dict, got {type(part).__name__}; on ranks "
+                "without it, pass None with broadcast_from_rank0=True"
+            )
+    _refuse_foreign(parts, "state")
+    return dict(parts)
+
+
+def _refuse_foreign(outline: Any, path: str) -> None:
+    if isinstance(outline, Mapping):
+        for key, value in outline.items():
+            _refuse_foreign(value, f"{path}[{key!r}]")
+    elif isinstance(outline, _Foreign):
+        raise TypeError(
+            f"{path}: expected a plain full tensor, got {outline.kind}; load sharded tensors with "
+            "module.load_state_dict or torch.distributed.checkpoint"
+        )
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+def _group_of(targets: Mapping[str, Any]) -> dist.ProcessGroup | None:
+    """The process group of the mesh that parameters are sharded over; None if none is."""
+    meshes = []
+    for name, target in targets.items():
+        if isinstance(target, RaggedDTensor):
+            if target.device_mesh not in meshes:
+                meshes.append(target.device_mesh)
+        elif isinstance(target, DTensor):
+            raise NotImplementedError(
+                f"{name} is a {type(target).__name__} placed as {target.placements!r}; only "
+                "parameters sharded by fully_shard of this library can be loaded"
+            )
+    if len(meshes) > 1:
+        raise NotImplementedError(f"expected parameters on one mesh, got {meshes!r}")
+    return meshes[0].get_group() if meshes else None
+
+
+def _check_model(outline: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
+    given = {id(target) for name, target in targets.items() if name in outline}
+    missing = [name for name, target in targets.items() if id(target) not in given]
+    unexpected = [name for name in outline if name not in targets]
+    if missing or unexpected:
+        raise ValueError(
+            f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}"
+        )
+    on_meta = [n for n, t in targets.items() if isinstance(t, Tensor) and t.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"{on_meta} are on the meta device; call module.to_empty(device=...) before loading"
+        )
+    wrong = []
+    for name, value in outline.items():
+        target = targets[name]
+        if _is_extra_state(name):
+            continue  # of any type
+        if not isinstance(value, (_Outline, Tensor)):
+            wrong.append(f"{name}: expected a tensor, got {type(value).__name__}")
+        elif tuple(value.shape) != tuple(target.shape):
+            wrong.append(f"{name}: expected shape {tuple(target.shape)}, got {tuple(value.shape)}")
+        elif not _castable(value.dtype, target.dtype):
+            wrong.append(f"{name}: expected {target.dtype}, got {value.dtype}")
+    if wrong:
+        raise ValueError("state does not fit the model: " + "; ".join(wrong))
+
+
+def _castable(source: torch.dtype, target: torch.dtype) -> bool:
+    return source == target or (source.is_floating_point and target.is_floating_point)
+
+
+@torch.no_grad()
+def _write_model(
+    model: nn.Module,
+    targets: Mapping[str, Any],
+    outline: Mapping[str, Any],
+    source: Any,
+    sender: _Sender,
+) -> None:
+    for name, value in outline.items():
+        target = targets[name]
+        if _is_extra_state(name):
+            owner = model.get_submodule(name.rpartition(".")[0])
+            cast(Any, owner).set_extra_state(value)
+        elif isinstance(value, Tensor):  # of no dims: it came with the outline
+            target.copy_(value)
+        else:
+            full = sender.look_up(source, "model", name)
+            if isinstance(target, RaggedDTensor):
+                sender.scatter(full, value, target, target._local_tensor)
+            else:
+                target.copy_(sender.broadcast(full, value, target.device))
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def _load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outline: Mapping[str, Any],
+    source: Any,
+    sender: _Sender,
+) -> None:
+    """Receives this rank's pieces of all states and hands them to the optimizer."""
+    homes = _match_parameters(model, optimizer, outline)
+    groups, states = [], {}
+    number = 0
+    for places, group in zip(homes, optimizer.param_groups, strict=True):
+        saved = outline["param_groups"][places[0][0]] if places else group
+        numbers = []
+        for (s, i), param in zip(places, group["params"], strict=True):
+            saved_id = outline["param_groups"][s]["params"][i]
+            state = outline["state"].get(saved_id)
+            if state is not None:
+                where = ("optimizer", "state", saved_id)
+                states[number] = {
+                    key: _receive_state(value, param, (*where, key), source, sender)
+                    for key, value in state.items()
+                }
+            numbers.append(number)
+            number += 1
+        kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        groups.append({**kept, "params": numbers})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _match_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any]
+) -> list[list[tuple[int, int]]]:
+    """By group of the optimizer, where each parameter is in the saved groups."""
+    if not {"state", "param_groups"} <= set(outline):
+        raise ValueError(
+            f"state['optimizer']: expected 'state' and 'param_groups', got {sorted(outline)[:4]}"
+        )
+    saved, own = outline["param_groups"], optimizer.param_groups
+    ids = [group["params"] for group in saved]
+    flat = [saved_id for group in ids for saved_id in group]
+    if flat and all(isinstance(saved_id, str) for saved_id in flat):
+        return match_by_name(ids, _names_in_model(model, optimizer, set(flat)))
+    if all("param_names" in group for group in (*saved, *own)):
+        names = [[group["param_names"] for group in groups] for groups in (saved, own)]
+        return match_by_name(*names)
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"state['optimizer']: expected param_groups of {sizes[1]} parameters, got {sizes[0]}"
+        )
+    return [[(g, i) for i in range(size)] for g, size in enumerate(sizes[0])]
+
+
+def _names_in_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]
+) -> list[list[str]]:
+    """The model's names of the optimizer's parameters; of a tied one, the name that was saved."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    found: list[list[str]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        found.append([])
+        for i, parameter in enumerate(group["params"]):
+            known = names.get(id(parameter))
+            if known is None:
+                raise ValueError(
+                    f"param group {g}, parameter {i} of shape {tuple(parameter.shape)} is not one "
+                    "of the model's; its state cannot be found by name"
+                )
+            found[-1].append(next((name for name in known if name in saved), known[0]))
+    return found
+
+
+def _receive_state(
+    value: Any, param: Tensor, where: tuple[Any, ...], source: Any, sender: _Sender
+) -> Any:
+    """A saved state, cut as its parameter is; numbers and scalars as they are."""
+    if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
+        if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
+            return value
+        whole = value.to(param._local_tensor.device)
+        return distribute_ragged(whole, param.device_mesh, param.placement)
+    if not isinstance(value, _Outline):
+        return value
+    if value.shape != tuple(param.shape):
+        path = "".join(f"[{key!r}]" for key in where)
+        raise ValueError(
+            f"state{path}: expected shape {tuple(param.shape)} of its parameter, got {value.shape}"
+        )
+    full = sender.look_up(source, *where)
+    if not isinstance(param, RaggedDTensor):
+        return sender.broadcast(full, value, param.device)
+    start, stop = param.bounds
+    piece = torch.empty(stop - start, dtype=value.dtype, device=param._local_tensor.device)
+    sender.scatter(full, value, param, piece)
+    return RaggedDTensor.from_local(piece, param.device_mesh, param.placement, param.shape)
+
+
+class _Sender:
+    """Brings full tensors to all ranks, or takes them from where they are already.
+
+    Args:
+        group: Rank 0 of it sends; None if every rank has the tensors.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
+        self._has_state = self._group is None or dist.get_rank(self._group) == 0
+
+    def look_up(self, source: Any, *path: Any) -> Tensor | None:
+        """The tensor at `path` of the state, on a rank that has it."""
+        if not self._has_state:
+            return None
+        for key in path:
+            source = source[key]
+        return source.detach()
+
+    def broadcast(self, full: Tensor | None, outline: _Outline, device: torch.device) -> Tensor:
+        """The full tensor, on every rank."""
+        if self._group is None:
+            return cast(Tensor, full)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
+        if full is not None:
+            tensor.copy_(full)
+        if tensor.numel():
+            flat = tensor.view(-1).view(torch.uint8)  # a backend need not know the dtype
+            dist.broadcast(flat, group=self._group, group_src=0)
+        return tensor
+
+    def scatter(
+        self, full: Tensor | None, outline: _Outline, like: RaggedDTensor, out: Tensor
+    ) -> None:
+        """Fills `out`, (n_local,), with this rank's range of the full tensor.
+
+        Args:
+            full: On the ranks that have it.
+            outline: Of the full tensor.
+            like: What is cut as the tensor shall be.
+            out: Of any floating dtype if the tensor has one, else of the tensor's.
+        """
+        if self._group is None:
+            start, stop = like.bounds
+            out.copy_(cast(Tensor, full).reshape(-1)[start:stop])
+            return
+        device, width = torch.device(like.device_mesh.device_type), outline.dtype.itemsize
+        sizes = [(stop - start) * width for start, stop in like.placement.all_bounds(like.numel())]
+        if not sum(sizes):
+            return
+        direct = out.dtype == outline.dtype and out.device.type == device.type
+        received = out if direct else torch.empty(out.numel(), dtype=outline.dtype, device=device)
+        nothing = [0] * len(sizes)
+        sent = received.new_empty(0) if full is None else full.reshape(-1).to(device)
+        rank = like.device_mesh.get_local_rank()
+        all_to_all(
+            received.view(torch.uint8),
+            sent.contiguous().view(torch.uint8),
+            [sizes[rank], *nothing[1:]],
+            nothing if full is None else sizes,
+            self._group,
+        )
+        if not direct:
+            out.copy_(received)

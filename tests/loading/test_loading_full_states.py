@@ -1,0 +1,343 @@
+"""`load_full_state_dict`: plain full tensors into shards, from every rank or from one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
+from torch.profiler import ProfilerActivity, profile
+
+import vfsdp_optim
+from checkpoints import (
+    WIDTH,
+    Net,
+    difference,
+    full_state,
+    make_net,
+    make_optimizer,
+    shard_net,
+    take_steps,
+    tokens_of,
+)
+from ranks import RankError, run_ranks
+from sharding import load_full_state_dict
+
+
+def trained(kind: str, **kwargs: Any) -> dict[str, Any]:
+    """The state of an unsharded run of three steps."""
+    net = make_net(1)
+    optimizer = make_optimizer(net, kind, **kwargs)
+    take_steps(net, optimizer, range(3))
+    return full_state(net, optimizer)
+
+
+def continued(kind: str, state: dict[str, Any], **kwargs: Any) -> dict[str, Any]:
+    """The same state two steps later, in one process."""
+    net = make_net(2)
+    optimizer = make_optimizer(net, kind, **kwargs)
+    net.load_state_dict(state["model"])
+    optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))
+    take_steps(net, optimizer, range(3, 5))
+    return full_state(net, optimizer)
+
+
+def load_and_continue(
+    kind: str, state: dict[str, Any], broadcast: bool, kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    net = make_net(2, sharded=True)
+    optimizer = make_optimizer(net, kind, **kwargs)
+    mine = None if broadcast and dist.get_rank() else state
+    load_full_state_dict(net, optimizer, state=mine, broadcast_from_rank0=broadcast)
+    loaded = full_state(net, optimizer)
+    take_steps(net, optimizer, range(3, 5))
+    return loaded, full_state(net, optimizer)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("kind", ["torch_adamw", "adamw", "named_adamw", "muon"])
+def test_loading_a_full_state_continues_the_unsharded_run(kind: str, broadcast: bool) -> None:
+    """Weights, buffers, extra state, states of the optimizer: bit for bit, and so is the rest."""
+    kwargs = {"foreach": True} if kind == "torch_adamw" else {}
+    state = trained(kind, **kwargs)
+    expected = continued(kind, state, **kwargs)
+    for world_size in (1, 2, 3):
+        for loaded, later in run_ranks(
+            load_and_continue, world_size, kind, state, broadcast, kwargs
+        ):
+            assert difference(loaded, state) == ""
+            assert difference(later, expected) == ""
+
+
+def load_into_bf16(state: dict[str, Any], broadcast: bool) -> dict[str, Any]:
+    net = make_net(2, sharded=True, dtype=torch.bfloat16)
+    mine = None if broadcast and dist.get_rank() else state
+    load_full_state_dict(net, state=mine, broadcast_from_rank0=broadcast)
+    return full_state(net)["model"]
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_loading_casts_weights_as_copy_does(broadcast: bool) -> None:
+    state = full_state(make_net(1))["model"]
+    expected = make_net(2, dtype=torch.bfloat16)
+    expected.load_state_dict(state)
+    for loaded in run_ranks(load_into_bf16, 2, state, broadcast):
+        assert difference(loaded, full_state(expected)["model"]) == ""
+
+
+def received_sizes(state: dict[str, Any]) -> list[int]:
+    """Bytes of each tensor that this rank received or sent at once, but for the outline."""
+    net = make_net(2, sharded=True)
+    optimizer = make_optimizer(net, "adamw")
+    mine = state if dist.get_rank() == 0 else None
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        load_full_state_dict(net, optimizer, state=mine, broadcast_from_rank0=True)
+    assert difference(full_state(net, optimizer), state) == ""
+    return [
+        event.input_shapes[0][0]
+        for event in profiler.events()
+        if event.name == "c10d::alltoall_base_"
+    ]
+
+
+def test_loading_from_rank0_sends_a_rank_its_own_range_one_tensor_at_a_time() -> None:
+    state = trained("adamw")
+    tensors = [t for t in state["model"].values() if torch.is_tensor(t) and t.dim()]
+    largest = max(t.nbytes for t in tensors)
+    by_rank = run_ranks(received_sizes, 3, state)
+    assert len({len(sizes) for sizes in by_rank}) == 1
+    for together in zip(*by_rank, strict=True):
+        assert 0 < sum(together) <= largest
+
+
+def load_reordered(state: dict[str, Any], broadcast: bool) -> str:
+    """Loads torch's by-name format into an optimizer with other groups in another order."""
+    net = make_net(2, sharded=True)
+    named = dict(net.named_parameters())
+    blocks = [p for n, p in named.items() if n.startswith("blocks")]
+    rest = [p for n, p in reversed(named.items()) if not n.startswith("blocks") and p.requires_grad]
+    optimizer = vfsdp_optim.AdamW(
+        [{"params": rest, "lr": 7.0}, {"params": blocks[::-1], "lr": 8.0}]
+    )
+    mine = None if broadcast and dist.get_rank() else state
+    load_full_state_dict(net, optimizer, state=mine, broadcast_from_rank0=broadcast)
+    by_name = get_optimizer_state_dict(
+        net, optimizer, options=StateDictOptions(full_state_dict=True)
+    )
+    return difference(by_name["state"], state["optimizer"]["state"]) or difference(
+        [group["lr"] for group in by_name["param_groups"]], [0.2, 0.1]
+    )
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+def test_loading_by_name_gives_no_parameter_the_state_of_another(broadcast: bool) -> None:
+    """pytorch#113673: with groups in another order, parameters got each other's state."""
+    net = make_net(1)
+    named = dict(net.named_parameters())
+    blocks = [p for n, p in named.items() if n.startswith("blocks")]
+    rest = [p for n, p in named.items() if not n.startswith("blocks") and p.requires_grad]
+    optimizer = vfsdp_optim.AdamW([{"params": blocks, "lr": 0.1}, {"params": rest, "lr": 0.2}])
+    take_steps(net, optimizer, range(2))
+    saved = {
+        "model": get_model_state_dict(net),
+        "optimizer": get_optimizer_state_dict(net, optimizer),
+    }
+    assert run_ranks(load_reordered, 2, saved, broadcast) == ["", ""]
+
+
+def load_without_one_tied_name(state: dict[str, Any]) -> str:
+    net = make_net(2, sharded=True)
+    less = {name: value for name, value in state.items() if name != "head.weight"}
+    load_full_state_dict(net, state=less)
+    return difference(full_state(net)["model"], state)
+
+
+def test_loading_takes_a_tied_parameter_under_one_of_its_names() -> None:
+    """Files in safetensors format hold a shared tensor once."""
+    state = full_state(make_net(1))["model"]
+    assert run_ranks(load_without_one_tied_name, 2, state) == ["", ""]
+
+
+def load_without_sharding(state: dict[str, Any]) -> None:
+    net = make_net(2)
+    optimizer = make_optimizer(net, "muon")
+    load_full_state_dict(net, optimizer, state=state)
+    assert difference(full_state(net, optimizer), state) == ""
+
+
+def test_loading_an_unsharded_model_needs_no_process_group() -> None:
+    load_without_sharding(trained("muon"))
+
+
+# -- what does not fit -----------------------------------------------------------------------------
+
+Change = Callable[[dict[str, Any]], Any]
+
+
+def drop_weight(state: dict[str, Any]) -> Any:
+    del state["model"]["blocks.1.0.weight"]
+    return state
+
+
+def add_weight(state: dict[str, Any]) -> Any:
+    state["model"]["extra.weight"] = torch.zeros(2)
+    return state
+
+
+def reshape_weight(state: dict[str, Any]) -> Any:
+    state["model"]["blocks.0.0.weight"] = torch.zeros(WIDTH, 50)
+    return state
+
+
+def transpose_buffer(state: dict[str, Any]) -> Any:
+    state["model"]["norm.running_mean"] = torch.zeros(1, WIDTH)
+    return state
+
+
+def integer_weight(state: dict[str, Any]) -> Any:
+    state["model"]["frozen.bias"] = torch.zeros(WIDTH, dtype=torch.int64)
+    return state
+
+
+def weight_is_no_tensor(state: dict[str, Any]) -> Any:
+    state["model"]["norm.weight"] = [1.0] * WIDTH
+    return state
+
+
+def reshape_momentum(state: dict[str, Any]) -> Any:
+    states = state["optimizer"]["state"]
+    states[0]["momentum_buffer"] = torch.zeros(3, 3)
+    return state
+
+
+def drop_momentum(state: dict[str, Any]) -> Any:
+    del state["optimizer"]["state"][0]["momentum_buffer"]
+    return state
+
+
+def other_ns_steps(state: dict[str, Any]) -> Any:
+    state["optimizer"]["param_groups"][0]["ns_steps"] = 3
+    return state
+
+
+def drop_group(state: dict[str, Any]) -> Any:
+    group = state["optimizer"]["param_groups"].pop()
+    group.clear()
+    return state
+
+
+def only_the_model(state: dict[str, Any]) -> Any:
+    return state["model"]
+
+
+def nothing(state: dict[str, Any]) -> Any:
+    return None
+
+
+MISFITS: dict[Change, str] = {
+    drop_weight: r"ValueError.*missing \['blocks.1.0.weight'\]",
+    add_weight: r"ValueError.*unexpected \['extra.weight'\]",
+    reshape_weight: r"ValueError.*blocks.0.0.weight: expected shape \(50, 24\), got \(24, 50\)",
+    transpose_buffer: r"ValueError.*norm.running_mean: expected shape \(24,\), got \(1, 24\)",
+    integer_weight: r"ValueError.*frozen.bias: expected torch.float32, got torch.int64",
+    weight_is_no_tensor: r"ValueError.*norm.weight: expected a tensor, got list",
+    reshape_momentum: r"ValueError.*\['momentum_buffer'\]: expected shape .*got \(3, 3\)",
+    drop_momentum: r"ValueError.*blocks.0.0.weight.*momentum_buffer",
+    other_ns_steps: r"ValueError.*param group 0.*ns_steps=3, the optimizer 5",
+    drop_group: r"ValueError.*missing \[.*embedding.weight",
+    only_the_model: r"TypeError.*expected \{'model', 'optimizer'\}",
+    nothing: r"TypeError.*got 'NoneType'",
+}
+
+
+def load_misfit(state: Any, broadcast: bool) -> tuple[str, str]:
+    """What was raised, and what changed."""
+    net = make_net(2, sharded=True)
+    optimizer = make_optimizer(net, "muon")
+    take_steps(net, optimizer, range(1))
+    before = full_state(net, optimizer)
+    mine = None if broadcast and dist.get_rank() else state
+    try:
+        load_full_state_dict(net, optimizer, state=mine, broadcast_from_rank0=broadcast)
+        raised = "nothing"
+    except Exception as error:
+        raised = f"{type(error).__name__}: {error}"
+    return raised, difference(full_state(net, optimizer), before)
+
+
+@pytest.mark.parametrize("broadcast", [False, True])
+@pytest.mark.parametrize("change", MISFITS, ids=lambda change: change.__name__)
+def test_loading_a_state_that_does_not_fit_raises_on_every_rank_and_writes_nothing(
+    change: Change, broadcast: bool
+) -> None:
+    state = change(trained("muon"))
+    for raised, changed in run_ranks(load_misfit, 2, state, broadcast):
+        assert changed == ""
+        with pytest.raises(AssertionError, match=f"(?s){MISFITS[change]}"):
+            raise AssertionError(raised)
+
+
+def load_on_rank0_only(state: dict[str, Any]) -> None:
+    net = make_net(2, sharded=True)
+    load_full_state_dict(net, state=state if dist.get_rank() == 0 else None)
+
+
+def load_sharded_values() -> None:
+    net = make_net(2, sharded=True)
+    load_full_state_dict(net, state=dict(net.state_dict()))
+
+
+def load_into_meta(state: dict[str, Any]) -> None:
+    with torch.device("meta"):
+        net = Net()
+    shard_net(net)
+    load_full_state_dict(net, state=state)
+
+
+def load_what_cannot_be_sent() -> None:
+    net = make_net(2, sharded=True)
+    state = full_state(net)["model"]
+    state["scale._extra_state"] = lambda: None
+    load_full_state_dict(net, state=state, broadcast_from_rank0=True)
+
+
+@pytest.mark.parametrize(
+    ("load", "fact"),
+    [
+        (load_on_rank0_only, "broadcast_from_rank0=True.*differs between ranks 0 and 1"),
+        (load_sharded_values, r"\['embedding.weight'\]: expected a plain full tensor, got a Rag"),
+        (load_into_meta, "embedding.weight.*on the meta device; call module.to_empty"),
+        (load_what_cannot_be_sent, "cannot be sent from rank 0"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else "",
+)
+def test_loading_misuse_raises_on_every_rank(load: Callable[..., None], fact: str) -> None:
+    state = full_state(make_net(1))["model"]
+    args = (state,) if load.__code__.co_argcount else ()
+    with pytest.raises(RankError, match=f"(?s){fact}") as error:
+        run_ranks(load, 2, *args)
+    assert len(error.value.reports) == 2
+
+
+def forward_after_loading(first: dict[str, Any], second: dict[str, Any]) -> list[torch.Tensor]:
+    """Logits after each of two loads, the second into a model whose root is unsharded."""
+    net = make_net(3, sharded=True).eval()
+    load_full_state_dict(net, state=first)
+    logits = [net(tokens_of(0)).detach()]  # under grad: the root stays unsharded for backward
+    load_full_state_dict(net, state=second, broadcast_from_rank0=True)
+    return [*logits, net(tokens_of(0)).detach()]
+
+
+def test_loading_reaches_the_next_forward_though_weights_are_unsharded() -> None:
+    """Megatron-LM#6920: after loading, forward went on with the old copy of the weights."""
+    nets = [make_net(seed).eval() for seed in (1, 2)]
+    states = [full_state(net)["model"] for net in nets]
+    for logits in run_ranks(forward_after_loading, 2, *states):
+        for net, found in zip(nets, logits, strict=True):
+            torch.testing.assert_close(found, net(tokens_of(0)).detach())

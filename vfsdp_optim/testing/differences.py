@@ -1,0 +1,250 @@
+"""The first difference between a sharded run and the unsharded one, as text to read.
+
+Pure comparison of records; touches no process group and no device.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from math import prod
+
+import torch
+from torch import Tensor
+
+from vfsdp_optim.testing.records import PARAM, Padding, Piece, Record
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class DifferenceError(AssertionError):
+    """A sharded run is not the unsharded one; the message is the report."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far numbers may differ: by ``atol + rtol * |unsharded|``; not at all, by default."""
+
+    atol: float = 0.0
+    rtol: float = 0.0
+
+    @classmethod
+    def of(cls, exact: bool, atol: float | None, rtol: float | None) -> "Tolerance":
+        """Return the tolerance that a user asked for.
+
+        Raises:
+            ValueError: exact with a tolerance, or inexact without both numbers.
+        """
+        given = (atol is not None) + (rtol is not None)
+        if given != (0 if exact else 2):
+            raise ValueError(
+                f"expected exact=True alone, or exact=False with both atol and rtol, got "
+                f"{exact=}, {atol=}, {rtol=}"
+            )
+        return cls(atol or 0.0, rtol or 0.0)
+
+    @property
+    def exact(self) -> bool:
+        """Whether every bit counts."""
+        return self.atol == self.rtol == 0.0
+
+    def wrong(self, actual: Tensor, expected: Tensor) -> Tensor:
+        """Return which elements differ, as bools; one NaN is as good as another."""
+        if self.exact:
+            if not actual.dtype.is_floating_point:
+                return actual != expected
+            bits = _BITS[actual.element_size()]
+            differ = actual.view(bits) != expected.view(bits)
+            return differ & ~(actual.isnan() & expected.isnan())
+        return ~torch.isclose(
+            actual.double(), expected.double(), atol=self.atol, rtol=self.rtol, equal_nan=True
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """Where a sharded run first leaves the unsharded one.
+
+    Attributes:
+        step: number of the step, from 1.
+        name: of the parameter.
+        key: "param", or the key of a state.
+        what: the lines that say how it differs.
+    """
+
+    step: int
+    name: str
+    key: str
+    what: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Return the report."""
+        state = "the parameter itself" if self.key == PARAM else f"state {self.key!r}"
+        head = f"first difference: step {self.step}, parameter {self.name!r}, {state}"
+        return "\n".join([head, *(f"  {line}" for line in self.what)])
+
+
+def first_difference(
+    sharded: Sequence[Record], unsharded: Record, tolerance: Tolerance
+) -> Difference | None:
+    """Return the first difference: by step, then by parameter, its states before itself.
+
+    Args:
+        sharded: by rank. Steps of the unsharded run that no rank observed are not compared.
+        unsharded: of the run on full tensors.
+        tolerance: what counts as a difference.
+    """
+    pieces: dict[tuple[int, str, str], list[tuple[int, Piece]]] = {}
+    for rank, record in enumerate(sharded):
+        for piece in record.pieces:
+            pieces.setdefault((piece.step, piece.name, piece.key), []).append((rank, piece))
+    steps = sorted({step for step, _, _ in pieces})
+    padding: dict[int, tuple[int, Padding]] = {}
+    for rank, record in enumerate(sharded):
+        for found in record.padding:
+            padding.setdefault(found.step, (rank, found))
+    full = {(piece.step, piece.name, piece.key): piece for piece in unsharded.pieces}
+    names = list(dict.fromkeys(piece.name for piece in unsharded.pieces))
+    for step in steps:
+        wrong: list[Difference] = []
+        for name in names:
+            keys = [k for s, n, k in (*full, *pieces) if (s, n) == (step, name)]
+            for key in sorted(dict.fromkeys(keys), key=lambda k: k == PARAM):
+                place = step, name, key
+                what = _compare(pieces.get(place, []), full.get(place), len(sharded), tolerance)
+                if what:
+                    wrong.append(Difference(step, name, key, tuple(what)))
+        if wrong:
+            first = wrong[0]
+            others = _others(wrong[1:])
+            return Difference(step, first.name, first.key, (*first.what, *others))
+        if step in padding:
+            rank, found = padding[step]
+            return Difference(step, found.after, found.key, tuple(_padding(rank, found)))
+    return None
+
+
+def _padding(rank: int, padding: Padding) -> list[str]:
+    return [
+        "all tensors are equal, but the padding of the buffer is not zero:",
+        f"{padding.count} elements of rank {rank} after {padding.after!r}, the first is "
+        f"{padding.value!r}",
+        "whole-buffer norms and finite-checks read it; zero it after an update that writes it",
+    ]
+
+
+def _others(wrong: Sequence[Difference]) -> list[str]:
+    if not wrong:
+        return ["nothing else differs after that step"]
+    shown = [
+        f"{name!r} ({', '.join(d.key for d in of_name)})"
+        for name, of_name in groupby(wrong, key=lambda d: d.name)
+    ]
+    more = f" and {len(shown) - 6} more parameters" if len(shown) > 6 else ""
+    return [f"also different after that step: {', '.join(shown[:6])}{more}"]
+
+
+def _compare(
+    held: list[tuple[int, Piece]], full: Piece | None, world_size: int, tolerance: Tolerance
+) -> list[str]:
+    """Return what is wrong with one tensor after one step; [] if nothing is."""
+    if full is None:
+        ranks = _ranks([rank for rank, _ in held])
+        return [f"it exists on {ranks} and not in the unsharded run"]
+    if len(held) < world_size:
+        missing = sorted(set(range(world_size)) - {rank for rank, _ in held})
+        return [f"it exists in the unsharded run and not on {_ranks(missing)}"]
+    for rank, piece in held:
+        if piece.values.dtype != full.values.dtype or piece.shape != full.shape:
+            return [
+                f"sharded    {_kind(piece)} on rank {rank}{_cut(piece)}",
+                f"unsharded  {_kind(full)}",
+            ]
+    covered = 0
+    for _, piece in sorted(held, key=lambda item: item[1].start):
+        if piece.start > covered:
+            break
+        covered = max(covered, piece.stop)
+    if covered < full.values.numel():
+        return [f"no rank holds element {covered} of {full.values.numel()}"]
+    wrong = []
+    for rank, piece in held:
+        expected = full.values[piece.start : piece.stop]
+        differs = tolerance.wrong(piece.values, expected)
+        if differs.any():
+            wrong.append((rank, piece, differs))
+    return _describe(wrong, full) if wrong else []
+
+
+def _describe(wrong: list[tuple[int, Piece, Tensor]], full: Piece) -> list[str]:
+    rank, piece, differs = min(wrong, key=lambda item: item[1].start + int(item[2].nonzero()[0]))
+    first = int(differs.nonzero()[0])
+    flat = piece.start + first
+    actual, expected = piece.values[first], full.values[flat]
+    lines = [
+        f"index      {_index(flat, full.shape)} of shape {full.shape}, element {flat}",
+        f"sharded    {_value(actual)}",
+        f"unsharded  {_value(expected)}",
+        f"held by    rank {rank}: elements {piece.start} to {piece.stop}{_cut(piece)}",
+    ]
+    places = torch.zeros(full.values.numel(), dtype=torch.bool)
+    gaps, scale, ulps = 0.0, 0.0, 0
+    for _, other, of_rank in wrong:
+        places[other.start : other.stop] |= of_rank
+        a, b = other.values[of_rank], full.values[other.start : other.stop][of_rank]
+        gap = (a.double() - b.double()).abs().nan_to_num(float("inf"))
+        gaps = max(gaps, float(gap.max()))
+        scale = max(scale, float(b.double().abs().nan_to_num(0.0).max()))
+        ulps = max(ulps, _ulps(a, b))
+    ranks = _ranks(sorted({rank for rank, *_ in wrong}))
+    size = f"by at most {gaps:.3g}" + (f" at values up to {scale:.3g}" if scale else "")
+    unit = "unit" if ulps == 1 else "units"
+    rounding = f", {ulps} {unit} in the last place" if 0 < ulps < 10**6 else ""
+    lines.append(
+        f"in all     {int(places.sum())} of {places.numel()} elements differ, on {ranks}, "
+        f"{size}{rounding}"
+    )
+    return lines
+
+
+def _kind(piece: Piece) -> str:
+    return f"{str(piece.values.dtype).removeprefix('torch.')} of shape {piece.shape}"
+
+
+def _cut(piece: Piece) -> str:
+    return f" of {piece.layout}" if piece.layout else ", whole"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    text = ", ".join(map(str, ranks))
+    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+
+
+def _index(flat: int, shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [prod(shape[dim + 1 :]) for dim in range(len(shape))]
+    return tuple(flat // stride % size for stride, size in zip(strides, shape, strict=True))
+
+
+def values_of(a: Tensor, b: Tensor) -> tuple[str, str]:
+    """Return two numbers with all their digits and their bits."""
+    return _value(a), _value(b)
+
+
+def _value(x: Tensor) -> str:
+    if not x.dtype.is_floating_point:
+        return repr(x.item())
+    mask = (1 << 8 * x.element_size()) - 1
+    bits = int(x.view(_BITS[x.element_size()])) & mask
+    digits = {1: 3, 2: 5, 4: 9, 8: 17}[x.element_size()]
+    return f"{x.item():.{digits}g} (0x{bits:0{2 * x.element_size()}x})"
+
+
+def _ulps(a: Tensor, b: Tensor) -> int:
+    """Return the largest distance in representable numbers; 0 where that has no meaning."""
+    if not a.dtype.is_floating_point or not bool((a.isfinite() & b.isfinite()).all()):
+        return 0
+    bits = _BITS[a.element_size()]
+    x, y = a.view(bits).long(), b.view(bits).long()
+    # Negative numbers are ordered the other way round by their bits.
+    low = torch.iinfo(bits).min
+    x, y = torch.where(x < 0, low - x, x), torch.where(y < 0, low - y, y)
+    return int((x - y).abs().max())

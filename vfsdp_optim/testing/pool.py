@@ -1,0 +1,464 @@
+"""A pool of reused gloo ranks: functions run on every rank, and every failure becomes one report.
+
+Touches processes, pipes and one temporary directory. ``run_ranks(fn, world_size, *args)`` runs a
+function on every rank and returns the results by rank. Ranks are forked once, from a server that
+has torch imported, and serve all world sizes up to the largest one asked for. Whatever goes wrong
+on a rank (an exception, a death, a hang) becomes one `RankError` with what every rank was doing and
+what it printed; the ranks of that call are then replaced, because gloo may abort a process whose
+collectives failed.
+
+Functions, arguments and results travel by cloudpickle: lambdas, closures, functions of a notebook
+or of a plain script (no ``if __name__ == "__main__":`` is needed). Without cloudpickle installed,
+only what a rank can import by its name.
+
+Measured on 2 cores: a call costs 0.7 ms at 2 ranks and 1.2 ms at 4; a change of the world size
+about 45 ms, because the ranks form a new group; the first call 1.5 s.
+"""
+
+import atexit
+import contextlib
+import faulthandler
+import functools
+import gc
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import queue
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+try:
+    import cloudpickle
+except ImportError:  # an extra of the package
+    cloudpickle = None
+
+# Imported once, in the server that ranks are forked from; what is not installed is left out.
+PRELOAD = [
+    "hypothesis.strategies",
+    "pytest",
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "torch.utils.checkpoint",
+    "vfsdp_optim.testing",
+]
+LOG_TAIL = 8000  # characters of a rank's output that an error shows
+
+
+class RankError(RuntimeError):
+    """A function failed on at least one rank.
+
+    Attributes:
+        reports: what each rank that did not finish normally said or was doing, by rank.
+    """
+
+    def __init__(self, message: str, reports: dict[int, str]) -> None:
+        """Join the summary and every rank's report into one message."""
+        parts = [message, *(f"--- rank {rank}: {text}" for rank, text in sorted(reports.items()))]
+        super().__init__("\n".join(parts))
+        self.reports = reports
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One request to a rank; `payload` is the pickled ``(fn, args)``."""
+
+    world_size: int
+    store: str  # file that the ranks of this group meet in
+    path: list[str]  # the parent's sys.path: test modules must be importable in the rank
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class _Answer:
+    """What a rank sends back: the function's result, or the report of what it raised."""
+
+    ok: bool
+    value: Any
+    group_is_clean: bool = False  # the next call may use the same process group
+
+
+@dataclass(slots=True)
+class _Rank:
+    """A rank as the parent sees it."""
+
+    process: Any  # multiprocessing's ForkServerProcess
+    pipe: multiprocessing.connection.Connection
+    log: Path
+
+
+class RankPool:
+    """Ranks that are started when first needed and reused by later calls; also a context manager.
+
+    A rank has gloo, one thread, torch's seed 0 at the start of each call, and the default process
+    group of the call's world size. It is reused: leave no global state behind.
+
+    Args:
+        grace: seconds that the other ranks get to finish by themselves after one has failed.
+
+    Example:
+        >>> with RankPool() as pool:
+        ...     pool.run(lambda x: x + 1, 2, 41)
+        [42, 42]
+    """
+
+    def __init__(self, *, grace: float = 5.0) -> None:
+        self._grace = grace
+        self._ranks: dict[int, _Rank] = {}
+        self._dir: Path | None = None
+        self._groups = 0
+        # World size and member pids of the process group that its members still hold.
+        self._group: tuple[int, ...] = ()
+        self._store = ""
+
+    def run(
+        self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+    ) -> list[Any]:
+        """Call ``fn(*args)`` on ``world_size`` ranks and return its results by rank.
+
+        Args:
+            fn: any callable that cloudpickle takes; without it, a function of a module.
+            world_size: number of ranks.
+            args: of `fn`, the same on every rank. Tensors are copied.
+            timeout: seconds for all ranks to finish.
+
+        Raises:
+            ValueError: `world_size` is not positive.
+            TypeError: `fn` or an argument cannot travel.
+            RankError: a rank raised, died, or had not finished after `timeout` seconds.
+        """
+        if world_size < 1:
+            raise ValueError(f"expected a positive world_size, got {world_size!r}")
+        call = self._prepare(fn, world_size, args)
+        for rank in range(world_size):
+            with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect
+                self._ranks[rank].pipe.send_bytes(pickle.dumps(call))
+        try:
+            answers, reports, cause = self._collect(world_size, timeout)
+        except BaseException:  # Ctrl-C, or a result that the parent cannot unpickle
+            self._replace(world_size)
+            raise
+        if reports:
+            self._replace(world_size)
+            raise RankError(f"{_name(fn)} failed at world size {world_size}: {cause}", reports)
+        if not all(answers[rank].group_is_clean for rank in range(world_size)):
+            self._group = ()
+        return [answers[rank].value for rank in range(world_size)]
+
+    def close(self) -> None:
+        """End all ranks and remove the temporary directory; the pool can be used again."""
+        self._stop(list(self._ranks))
+        if self._dir is not None:
+            shutil.rmtree(self._dir, ignore_errors=True)
+            self._dir = None
+
+    def __enter__(self) -> "RankPool":
+        """Return the pool."""
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        """End the ranks."""
+        self.close()
+
+    def pids(self) -> dict[int, int]:
+        """Return the process id of every rank that is alive in the pool."""
+        return {rank: member.process.pid for rank, member in self._ranks.items()}
+
+    def _prepare(self, fn: Callable[..., Any], world_size: int, args: Sequence[Any]) -> _Call:
+        payload = _packed(fn, args)
+        if self._dir is None:
+            self._dir = Path(tempfile.mkdtemp(prefix="ranks-"))
+        for rank in range(world_size):
+            if rank not in self._ranks:
+                self._ranks[rank] = self._start(rank)
+        members = (world_size, *(self._ranks[rank].process.pid for rank in range(world_size)))
+        if members != self._group:
+            self._group = members
+            self._groups += 1
+            self._store = str(self._dir / f"group-{self._groups}")
+        return _Call(world_size, self._store, list(sys.path), payload)
+
+    def _start(self, rank: int) -> _Rank:
+        assert self._dir is not None, "the directory is made before the first rank"
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOAD)
+        ours, theirs = context.Pipe()
+        log = self._dir / f"rank-{rank}.log"
+        process = context.Process(target=_serve, args=(theirs, rank, str(log)), daemon=True)
+        with _no_main_module():
+            process.start()
+        theirs.close()  # so that the death of the rank ends our side of the pipe
+        return _Rank(process, ours, log)
+
+    def _collect(
+        self, world_size: int, timeout: float
+    ) -> tuple[dict[int, _Answer], dict[int, str], str]:
+        """Wait for all ranks. Returns good answers, reports of the others, and the cause."""
+        answers: dict[int, _Answer] = {}
+        reports: dict[int, str] = {}
+        waiting: dict[Any, int] = {self._ranks[rank].pipe: rank for rank in range(world_size)}
+        deadline = time.monotonic() + timeout
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            ready: list[Any] = multiprocessing.connection.wait(list(waiting), left)
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                try:
+                    answer = pickle.loads(pipe.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    answer = _Answer(False, self._describe_death(rank))
+                if answer.ok:
+                    answers[rank] = answer
+                    continue
+                if not reports:
+                    deadline = min(deadline, time.monotonic() + self._grace)
+                reports[rank] = answer.value
+        # A death makes the peers raise, so it is the cause even where their reports came first.
+        failed = sorted(reports.items(), key=lambda item: not item[1].startswith("died"))
+        causes = [f"rank {rank} {text.splitlines()[0]}" for rank, text in failed]
+        hanging = sorted(waiting.values())
+        causes.append(f"ranks {hanging} did not finish within {timeout:g} s")
+        when = "after another rank failed" if reports else f"after {timeout:g} s"
+        for rank in hanging:
+            self._request_stacks(rank)
+        for rank in hanging:
+            reports[rank] = f"still running {when}, at\n{self._read_stacks(rank)}"
+        return answers, reports, causes[0]
+
+    def _describe_death(self, rank: int) -> str:
+        member = self._ranks[rank]
+        member.process.join(5)
+        return f"died with exit code {member.process.exitcode}; its output:\n{_tail(member.log)}"
+
+    def _request_stacks(self, rank: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._ranks[rank].process.pid, signal.SIGUSR1)  # see _serve
+
+    def _read_stacks(self, rank: int) -> str:
+        """Return the rank's output once the stacks asked for are in it."""
+        for _ in range(40):
+            text = _tail(self._ranks[rank].log)
+            if "most recent call first" in text:
+                time.sleep(0.05)  # the dump is written line by line
+                return _tail(self._ranks[rank].log)
+            time.sleep(0.05)
+        return f"(no stack within 2 s)\n{text}"
+
+    def _replace(self, world_size: int) -> None:
+        self._stop([rank for rank in self._ranks if rank < world_size], at_once=True)
+        self._group = ()
+
+    def _stop(self, ranks: list[int], *, at_once: bool = False) -> None:
+        members = [self._ranks.pop(rank) for rank in ranks]
+        for member in members:
+            member.pipe.close()  # an idle rank leaves by itself
+            if at_once:
+                member.process.kill()
+        for member in members:
+            member.process.join(2)
+            if member.process.is_alive():
+                member.process.kill()
+                member.process.join()
+            member.process.close()
+
+
+# -- what travels ---------------------------------------------------------------------------------
+
+
+def _dumps(value: object) -> bytes:
+    # Not multiprocessing's own pickler: it would share tensors through file descriptors.
+    return pickle.dumps(value) if cloudpickle is None else cloudpickle.dumps(value)
+
+
+def _packed(fn: Callable[..., Any], args: Sequence[Any]) -> bytes:
+    """Return ``(fn, args)`` as bytes.
+
+    Raises:
+        TypeError: something in it cannot travel, with what to do about it.
+    """
+    if cloudpickle is None:
+        for item in (fn, *args):
+            _refuse_unnamed(item)
+    else:
+        for item in (fn, *args):
+            _send_module_by_value(item)
+    try:
+        return _dumps((fn, args))
+    except Exception as error:
+        raise TypeError(
+            f"{_name(fn)} and its arguments cannot be sent to the ranks: {error}; make what cannot "
+            "be pickled (locks, files, process groups, generators) inside the function"
+        ) from error
+
+
+def _refuse_unnamed(item: object) -> None:
+    name = getattr(item, "__qualname__", "")
+    if getattr(item, "__module__", "") == "__main__" or "<locals>" in name or "<lambda>" in name:
+        raise TypeError(
+            f"expected functions of a module, got {item!r}, which a rank cannot import by name; "
+            "install cloudpickle (pip install 'vfsdp-optim[testing]'), or move it to the top level "
+            "of a module"
+        )
+
+
+def _send_module_by_value(item: object) -> None:
+    """Let functions travel whole if their module is loaded here and cannot be imported in a rank,
+    as test modules under pytest's --import-mode=importlib."""
+    while isinstance(item, functools.partial):
+        item = item.func
+    name = getattr(item, "__module__", None)
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    if module is None or name == "__main__" or module in _KNOWN_MODULES:
+        return
+    _KNOWN_MODULES.add(module)
+    top = module.__name__.partition(".")[0]
+    if top not in sys.builtin_module_names and not _is_importable(top):
+        cloudpickle.register_pickle_by_value(module)
+
+
+def _is_importable(top: str) -> bool:
+    finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
+    return any(find(top, None) is not None for find in finders if find is not None)
+
+
+_KNOWN_MODULES: set[types.ModuleType] = set()
+
+
+def _name(fn: Callable[..., Any]) -> str:
+    name = getattr(fn, "__qualname__", None)
+    return repr(fn) if name is None else f"{fn.__module__}.{name}"
+
+
+@contextlib.contextmanager
+def _no_main_module() -> Iterator[None]:
+    """Hide the main module from multiprocessing, which would run it again in the child."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _tail(log: Path) -> str:
+    text = log.read_text(errors="replace") if log.exists() else ""
+    return text[-LOG_TAIL:]
+
+
+# -- in the rank ----------------------------------------------------------------------------------
+
+
+def _serve(pipe: multiprocessing.connection.Connection, rank: int, log: str) -> None:
+    """Run in the rank: answer calls until the parent is gone."""
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.enable(output)
+    faulthandler.register(signal.SIGUSR1, output)  # the parent asks where this rank hangs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    torch.set_num_threads(1)
+    gc.freeze()  # what the server imported is never garbage: makes gc.collect() cheap
+    calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_receive, args=(pipe, calls), daemon=True).start()
+    store = ""
+    while True:
+        call: _Call = pickle.loads(calls.get())
+        os.ftruncate(output, 0)
+        try:
+            if store != call.store:
+                _join_group(call.store, rank, call.world_size)
+                store = call.store
+            value = _run(call)
+            answer = _dumps(_Answer(True, value, _group_is_clean(call.world_size)))
+        except BaseException as error:  # SystemExit too: the parent waits for an answer
+            summary = "raised " + "".join(traceback.format_exception_only(error)).strip()
+            text = f"{summary}\n{traceback.format_exc()}{_tail(Path(log))}"
+            answer = pickle.dumps(_Answer(False, text))
+        value = None
+        gc.collect()  # modules and hooks are cycles: the next call finds a clean rank
+        pipe.send_bytes(answer)
+
+
+def _receive(
+    pipe: multiprocessing.connection.Connection, calls: "queue.SimpleQueue[bytes]"
+) -> None:
+    """Hand calls on; leave at once when the parent is gone, even out of a hanging collective."""
+    while True:
+        try:
+            calls.put(pipe.recv_bytes())
+        except (EOFError, OSError):
+            os._exit(0)  # no destructors: gloo's may wait for peers that are gone too
+
+
+def _join_group(store: str, rank: int, world_size: int) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo",
+        store=dist.FileStore(store, world_size),
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(minutes=5),  # longer than any call: the parent decides
+    )
+
+
+def _group_is_clean(world_size: int) -> bool:
+    """Return whether the call left one process group, the default one (no subgroups)."""
+    if not dist.is_initialized() or dist.get_world_size() != world_size:
+        return False
+    return len(dist.distributed_c10d._world.pg_map) == 1
+
+
+def _run(call: _Call) -> Any:
+    sys.path.extend(entry for entry in call.path if entry not in sys.path)
+    fn, args = pickle.loads(call.payload)
+    torch.manual_seed(0)  # no draw depends on what ran before on this rank
+    return fn(*args)
+
+
+_POOL = RankPool()
+_SINGLE = RankPool()
+atexit.register(_POOL.close)
+atexit.register(_SINGLE.close)
+
+
+def run_ranks(
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
+) -> list[Any]:
+    """Call ``fn(*args)`` on ``world_size`` gloo ranks of a pool that all callers share.
+
+    See `RankPool.run` for arguments and errors.
+    """
+    return _POOL.run(fn, world_size, *args, timeout=timeout)
+
+
+def run_single(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
+    """Return ``fn(*args)`` of a rank that is alone, beside those of `run_ranks`.
+
+    The others keep their process group meanwhile.
+    """
+    return _SINGLE.run(fn, 1, *args, timeout=timeout)[0]
+
+
+def close() -> None:
+    """End the shared ranks; without it they end with this process."""
+    _POOL.close()
+    _SINGLE.close()

@@ -1,0 +1,158 @@
+"""What a run looked like after each step: pieces of parameters and states, packed to travel.
+
+Touches local tensors; communicates only to gather a tensor that is cut otherwise than into flat
+ranges.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from sharding.ragged_tensor import RaggedDTensor
+
+PARAM = "param"  # the key of the parameter itself, beside those of its states
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank holds of one tensor after one step.
+
+    Attributes:
+        step: number of the step, from 1.
+        name: of the parameter.
+        key: `PARAM`, or the key of a state.
+        shape: of the full tensor.
+        start: where the piece starts in the flattened full tensor.
+        values: (n,) the elements, on the CPU.
+        layout: how the tensor is cut, as text; empty if it is whole.
+    """
+
+    step: int
+    name: str
+    key: str
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+    layout: str = ""
+
+    @property
+    def stop(self) -> int:
+        """Where the piece ends in the flattened full tensor."""
+        return self.start + self.values.numel()
+
+
+@dataclass(frozen=True, slots=True)
+class Padding:
+    """Elements that belong to no tensor and are not zero, in the buffer of one key on one rank."""
+
+    step: int
+    key: str
+    after: str  # the parameter that they follow
+    count: int
+    value: float  # the first
+
+
+@dataclass(slots=True)
+class Record:
+    """Everything one rank observed."""
+
+    optimizer: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+    padding: list[Padding] = field(default_factory=list)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        """Return the record with all values in one tensor: pickling each would cost 0.1 ms."""
+        flat = [piece.values.view(torch.uint8) for piece in self.pieces]
+        heads = [
+            (p.step, p.name, p.key, p.shape, p.start, p.layout, p.values.dtype, p.values.numel())
+            for p in self.pieces
+        ]
+        return self.optimizer, heads, torch.cat(flat) if flat else None, self.padding
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        """Restore the pieces, as views of one tensor."""
+        self.optimizer, heads, data, self.padding = state
+        self.pieces = []
+        offset = 0
+        for step, name, key, shape, start, layout, dtype, numel in heads:
+            end = offset + numel * dtype.itemsize
+            # Views of another dtype need aligned memory.
+            values = data[offset:end].clone().view(dtype)
+            self.pieces.append(Piece(step, name, key, shape, start, values, layout))
+            offset = end
+
+
+@torch.no_grad()
+def observe(
+    record: Record, step: int, params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> None:
+    """Append what this rank holds of all parameters and their states."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    buffers: dict[str, list[tuple[str, RaggedDTensor]]] = {}
+    for name, param in params.items():
+        tensors: dict[str, Any] = {PARAM: param.detach()}
+        if id(param) in known and param in optimizer.state:
+            tensors.update(optimizer.state[param])
+        for key, value in tensors.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                value = torch.tensor(value, dtype=torch.float64)
+            if not isinstance(value, Tensor):
+                continue
+            local, start, shape, layout = local_piece(value, param)
+            values = local.detach().cpu().reshape(-1).clone()
+            record.pieces.append(Piece(step, name, key, shape, start, values, layout))
+            if isinstance(value, RaggedDTensor):
+                buffers.setdefault(key, []).append((name, value))
+    for key, held in buffers.items():
+        record.padding.extend(_nonzero_padding(step, key, held))
+
+
+def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, ...], str]:
+    """Return this rank's elements of a parameter or state, their start in the flattened full
+    tensor, the full shape, and the layout as text."""
+    if isinstance(value, RaggedDTensor):
+        return value._local_tensor, value.bounds[0], tuple(value.shape), repr(value.placement)
+    if isinstance(value, DTensor):
+        shape, offsets = compute_local_shape_and_global_offset(
+            value.shape, value.device_mesh, value.placements
+        )
+        layout = f"{value.placements!r} on mesh {tuple(value.device_mesh.shape)}"
+        if all(length == full for length, full in zip(shape[1:], value.shape[1:], strict=True)):
+            start = offsets[0] * prod(shape[1:]) if value.dim() else 0
+            return value.to_local(), start, tuple(value.shape), layout
+        return value.full_tensor(), 0, tuple(value.shape), layout
+    if isinstance(param, DTensor) and value.dim() and value.shape == param.to_local().shape:
+        # A plain tensor beside a sharded parameter: the optimizer keeps its own piece.
+        _, start, shape, layout = local_piece(param.detach(), param)
+        return value, start, tuple(shape), f"a plain tensor; its parameter is cut by {layout}"
+    return value, 0, tuple(value.shape), ""
+
+
+def _nonzero_padding(
+    step: int, key: str, held: Iterable[tuple[str, RaggedDTensor]]
+) -> Iterator[Padding]:
+    storages: dict[int, list[tuple[int, int, str, Tensor]]] = {}
+    for name, value in held:
+        local = value._local_tensor.detach()
+        if local.numel():
+            place = (int(local.storage_offset()), local.numel(), name, local)
+            storages.setdefault(local.untyped_storage().data_ptr(), []).append(place)
+    for places in storages.values():
+        local = places[0][3]
+        numel = local.untyped_storage().nbytes() // local.element_size()
+        flat = local.as_strided((numel,), (1,), 0)
+        outside = flat != 0  # (numel,)
+        for offset, length, *_ in places:
+            outside[offset : offset + length] = False
+        wrong = outside.nonzero()
+        if len(wrong):
+            first = int(wrong[0])
+            before = [place for place in places if place[0] <= first]
+            after = max(before)[2] if before else "the start"
+            yield Padding(step, key, after, len(wrong), flat[first].item())

@@ -1,0 +1,240 @@
+"""The layouts a model can be sharded in, and full tensors cut as a parameter is.
+
+Touches a module's parameters and the default process group.
+"""
+
+import random
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from sharding.fsdp import fully_shard
+from sharding.placement import RaggedShard
+from sharding.ragged_tensor import RaggedDTensor
+from sharding.structure import DeclaresStructure
+
+# A name, or one placement for each parameter.
+Layout = str | tuple[RaggedShard, ...]
+MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
+
+LAYOUTS = {
+    "ours": "vfsdp_optim.fully_shard",
+    "negotiated": "vfsdp_optim.fully_shard(optimizer=...), shaped by what the optimizer declares",
+    "ragged": "RaggedShards cut anywhere",
+    "fsdp2": "torch.distributed.fsdp.fully_shard on a 1-D mesh",
+    "hsdp": "torch.distributed.fsdp.fully_shard on a 2-D mesh",
+}
+ALIGN = 256  # where parameters start in a flat buffer, as in those of fully_shard
+
+
+def as_layouts(layouts: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+    """Return the layouts that a user asked for.
+
+    Raises:
+        ValueError: there is no such layout.
+    """
+    if layouts == "any":
+        return "ours", "ragged", "fsdp2", "hsdp"
+    given: tuple[Any, ...] = (layouts,) if isinstance(layouts, str) else tuple(layouts)
+    if all(isinstance(placement, RaggedShard) for placement in given):
+        given = (given,)
+    for layout in given:
+        if isinstance(layout, str) and layout not in LAYOUTS:
+            raise ValueError(
+                f"layouts: expected 'any', some of {sorted(LAYOUTS)}, or one RaggedShard for each "
+                f"parameter, got {layout!r}"
+            )
+    return given
+
+
+def describe(layout: Layout) -> str:
+    """Return a layout as a report names it."""
+    return repr(layout) if isinstance(layout, str) else "drawn RaggedShards"
+
+
+def shard_model(
+    model: nn.Module,
+    layout: Layout,
+    make_optimizer: MakeOptimizer,
+    first: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> torch.optim.Optimizer:
+    """Shard the parameters of `model` over all ranks, in place, and build its optimizer.
+
+    Args:
+        model: with plain parameters, the same on every rank.
+        layout: one of `LAYOUTS`, or one placement for each parameter.
+        make_optimizer: called with what `first` returns.
+        first: returns the model, or a module with some of its parameters.
+
+    Raises:
+        ValueError: the layout does not fit the parameters.
+        TypeError: "negotiated" for an optimizer that declares no structure.
+    """
+    mesh = mesh_of(layout)
+    if layout == "negotiated":
+        optimizer = make_optimizer(first(model))
+        if not hasattr(optimizer, "demands"):
+            raise TypeError(
+                f"layout 'negotiated' needs an optimizer that declares structure, and "
+                f"{type(optimizer).__name__} has no demands(); leave it out of layouts="
+            )
+        _fully_shard(model, mesh, optimizer=optimizer)
+        return optimizer
+    if layout == "ours":
+        _fully_shard(model, mesh)
+    elif layout in ("fsdp2", "hsdp"):
+        for block in blocks(model):
+            torch_fsdp.fully_shard(block, mesh=mesh)
+        torch_fsdp.fully_shard(model, mesh=mesh)
+    else:
+        _cut(model, mesh, layout)
+    return make_optimizer(first(model))
+
+
+def mesh_of(layout: Layout) -> DeviceMesh:
+    """Return the mesh of all ranks that a layout uses."""
+    world_size = dist.get_world_size()
+    device = torch.accelerator.current_accelerator()
+    kind = "cpu" if device is None or dist.get_backend() == "gloo" else device.type
+    if layout != "hsdp":
+        return init_device_mesh(kind, (world_size,))
+    replicas = 2 if world_size % 2 == 0 else 1
+    shape = replicas, world_size // replicas
+    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+
+
+def blocks(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield what is sharded on its own: the elements of the outermost ModuleLists and Sequentials,
+    as far as they have parameters."""
+    for child in model.children():
+        if isinstance(child, nn.ModuleList | nn.Sequential):
+            yield from (block for block in child if any(True for _ in block.parameters()))
+        else:
+            yield from blocks(child)
+
+
+def _fully_shard(
+    model: nn.Module, mesh: DeviceMesh, optimizer: torch.optim.Optimizer | None = None
+) -> None:
+    declares: DeclaresStructure | None = optimizer  # type: ignore[assignment]  # checked before
+    for block in blocks(model):
+        fully_shard(block, mesh=mesh, optimizer=declares)
+    fully_shard(model, mesh=mesh, optimizer=declares)
+
+
+def _cut(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+    """Replace the parameters by pieces that lie side by side in one flat buffer."""
+    held = {
+        (module, name): param
+        for module in model.modules()
+        for name, param in module._parameters.items()
+        if param is not None
+    }
+    params = list(dict.fromkeys(held.values()))
+    if isinstance(layout, str):
+        shapes = [tuple(param.shape) for param in params]
+        placements = random_placements(shapes, mesh.size(), seed=0)
+    else:
+        placements = layout
+    if len(placements) != len(params) or placements[0].world_size != mesh.size():
+        raise ValueError(
+            f"layouts: expected {len(params)} RaggedShards of {mesh.size()} ranks, got "
+            f"{len(placements)} of {placements[0].world_size}"
+        )
+    sharded = _side_by_side([p.detach() for p in params], mesh, placements)
+    new = {
+        old: nn.Parameter(piece, requires_grad=old.requires_grad)
+        for old, piece in zip(params, sharded, strict=True)
+    }
+    for (module, name), param in held.items():
+        module._parameters[name] = new[param]
+
+
+def _side_by_side(
+    full: Sequence[Tensor], mesh: DeviceMesh, placements: Sequence[RaggedShard]
+) -> list[RaggedDTensor]:
+    rank = mesh.get_local_rank()
+    pieces = []
+    for tensor, placement in zip(full, placements, strict=True):
+        start, stop = placement.bounds(rank, tensor.numel())
+        pieces.append(tensor.reshape(-1)[start:stop])
+    end = sum(-(-piece.numel() // ALIGN) * ALIGN for piece in pieces)
+    flat = {piece.dtype: piece.new_zeros(end) for piece in pieces}
+    result = []
+    offset = 0
+    for tensor, piece, placement in zip(full, pieces, placements, strict=True):
+        local = flat[piece.dtype][offset : offset + piece.numel()].copy_(piece)
+        offset += -(-piece.numel() // ALIGN) * ALIGN
+        result.append(RaggedDTensor.from_local(local, mesh, placement, tensor.shape))
+    return result
+
+
+def random_placements(
+    shapes: Sequence[Sequence[int]], world_size: int, seed: int
+) -> tuple[RaggedShard, ...]:
+    """Return one placement for each shape, cut anywhere, ranks without elements included."""
+    draw = random.Random(seed)
+    placements = []
+    for shape in shapes:
+        numel = prod(shape)
+        cuts = sorted(draw.randint(0, numel) for _ in range(world_size - 1))
+        units = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
+        placements.append(RaggedShard(range(len(shape)), units))
+    return tuple(placements)
+
+
+class GradientSetter:
+    """Puts full gradients onto parameters, laid out as training would lay them out.
+
+    Gradients of a flat buffer lie in one of their own, at the same offsets, with zero padding.
+
+    Args:
+        params: sharded or not, by name.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter]) -> None:
+        self._params = params
+
+    def set(self, full: dict[str, Tensor | None]) -> None:
+        """Set the gradient of every parameter; `full` has the full ones."""
+        buffers: dict[int, Tensor] = {}
+        for name, param in self._params.items():
+            gradient = full[name]
+            if gradient is None:
+                param.grad = None
+                continue
+            gradient = gradient.to(param.device, param.dtype)
+            if isinstance(param, RaggedDTensor):
+                param.grad = self._piece(gradient, param, buffers)
+            else:
+                param.grad = cut_like(gradient, param)
+
+    @staticmethod
+    def _piece(full: Tensor, param: RaggedDTensor, buffers: dict[int, Tensor]) -> RaggedDTensor:
+        local = param._local_tensor.detach()
+        storage = local.untyped_storage()
+        key = storage.data_ptr()
+        if key not in buffers:
+            buffers[key] = local.new_zeros(storage.nbytes() // local.element_size())
+        start, stop = param.bounds
+        piece = buffers[key].as_strided(local.shape, (1,), local.storage_offset())
+        piece.copy_(full.reshape(-1)[start:stop])
+        return RaggedDTensor.from_local(piece, param.device_mesh, param.placement, full.shape)
+
+
+def cut_like(full: Tensor, param: Tensor) -> Tensor:
+    """Return `full` laid out as `param` is, without communication."""
+    if isinstance(param, RaggedDTensor):
+        start, stop = param.bounds
+        local = full.reshape(-1)[start:stop].clone()
+        return RaggedDTensor.from_local(local, param.device_mesh, param.placement, full.shape)
+    if isinstance(param, DTensor):
+        return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    return full.clone()

@@ -1,0 +1,205 @@
+"""Hypothesis strategies: parameter sets, layouts, gradients, and whole training programs.
+
+Pure data: nothing here starts a rank or makes a tensor. Draw in the test and hand what was drawn to
+an assertion; a program runs as it is on all ranks. hypothesis is imported when a strategy is asked
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+from sharding.placement import RaggedShard
+from vfsdp_optim.testing.gradients import KINDS, GradientStream
+from vfsdp_optim.testing.programs import (
+    AddGroup,
+    Freeze,
+    Instruction,
+    Load,
+    Program,
+    Save,
+    SetLr,
+    Step,
+)
+from vfsdp_optim.testing.shardings import LAYOUTS, Layout
+
+if TYPE_CHECKING:
+    from hypothesis.strategies import DrawFn, SearchStrategy
+
+Shape = tuple[int, ...]
+
+
+def parameter_sets(
+    *, max_params: int = 4, max_numel: int = 600, scalars: bool = True
+) -> SearchStrategy[tuple[Shape, ...]]:
+    """Return a strategy for the shapes of a model's parameters.
+
+    Vectors, square, tall and wide matrices, fewer rows than ranks, experts, convolutions, 0-D;
+    sizes that nothing divides. Shrinks to few small ones.
+
+    Args:
+        max_params: parameters in a set, at most.
+        max_numel: elements of a parameter, at most; from 257 on `fully_shard` cuts some.
+        scalars: whether 0-D ones are among them, which torch's fully_shard does not take.
+    """
+    st = _hypothesis()
+    side = int(max_numel**0.5)
+    families = [
+        st.tuples(_size(max_numel)),
+        st.tuples(_size(side), _size(side)),
+        _size(side).map(lambda n: (n, n)),
+        st.tuples(_size(max_numel // 8), _size(8)),
+        st.tuples(_size(8), _size(max_numel // 8)),
+        st.tuples(_size(2), _size(max_numel // 2)),
+        st.tuples(_size(4), _size(8), _size(8)),
+        st.tuples(_size(6), _size(4), _size(3), _size(3)),
+        *([st.just(())] if scalars else []),
+    ]
+    return st.lists(st.one_of(*families), min_size=1, max_size=max_params).map(tuple)
+
+
+def layouts(shapes: Sequence[Shape], world_size: int) -> SearchStrategy[tuple[RaggedShard, ...]]:
+    """Return a strategy for legal RaggedShards, one for each shape.
+
+    Cut anywhere, not only where the planner would: in the middle of rows, some ranks with
+    nothing, in units of one element, of some, or of whole rows. Shrinks to everything on the last
+    rank.
+    """
+    st = _hypothesis()
+    return st.tuples(*(_placement(tuple(shape), world_size) for shape in shapes))
+
+
+def gradient_streams(kinds: Sequence[str] = KINDS) -> SearchStrategy[GradientStream]:
+    """Return a strategy for gradients, to pass as `gradients=`."""
+    st = _hypothesis()
+    return st.builds(GradientStream, st.sampled_from(list(kinds)), st.integers(0, 99))
+
+
+def step_programs(
+    *,
+    world_sizes: Sequence[int] = (1, 2, 3, 4),
+    layouts: Sequence[str] = ("ours", "ragged"),
+    shapes: SearchStrategy[tuple[Shape, ...]] | None = None,
+    kinds: Sequence[str] = KINDS,
+    dtypes: Sequence[str] = ("float32",),
+    checkpoints: Sequence[str] = ("state_dict",),
+    max_instructions: int = 8,
+) -> SearchStrategy[Program]:
+    """Return a strategy for programs, to pass to `assert_program_is_exact`.
+
+    A program steps, leaves gradients out, changes the learning rate, freezes parameters, adds
+    groups, saves, loads on another number of ranks in another layout, and overflows. Shrinks to
+    few instructions on few small parameters.
+
+    Args:
+        world_sizes: numbers of ranks, the first is what programs shrink to.
+        layouts: names; "ragged" draws RaggedShards.
+        shapes: of the parameters; by default `parameter_sets()`, without 0-D ones where a layout
+            is torch's.
+        kinds: of gradients.
+        dtypes: of the parameters.
+        checkpoints: "state_dict", "dcp".
+        max_instructions: in one program, about.
+    """
+    st = _hypothesis()
+    unknown = sorted(set(layouts) - set(LAYOUTS))
+    if unknown:
+        raise ValueError(f"layouts: expected some of {sorted(LAYOUTS)}, got {unknown}")
+    if shapes is None:
+        shapes = parameter_sets(scalars=not {"fsdp2", "hsdp"} & set(layouts))
+
+    @st.composite
+    def programs(draw: DrawFn) -> Program:
+        drawn = draw(shapes)
+        place = _places(drawn, world_sizes, layouts)
+        world_size, layout = draw(place)
+        blocks = draw(st.lists(_blocks(len(drawn), kinds, place), max_size=max_instructions))
+        last = draw(_steps(len(drawn), kinds))
+        instructions = [instruction for block in blocks for instruction in block]
+        adds = sum(isinstance(instruction, AddGroup) for instruction in instructions)
+        return Program(
+            shapes=drawn,
+            world_size=world_size,
+            layout=layout,
+            instructions=(*instructions, last),
+            late=min(adds, len(drawn) - 1),
+            dtype=draw(st.sampled_from(list(dtypes))),
+            checkpoint=draw(st.sampled_from(list(checkpoints))),
+        )
+
+    return programs()
+
+
+def _hypothesis() -> Any:
+    try:
+        from hypothesis import strategies
+    except ImportError as error:
+        raise ImportError(
+            "the strategies need hypothesis: pip install 'vfsdp-optim[testing]'"
+        ) from error
+    return strategies
+
+
+def _size(largest: int) -> SearchStrategy[int]:
+    return _hypothesis().integers(1, max(largest, 1))
+
+
+def _placement(shape: Shape, world_size: int) -> SearchStrategy[RaggedShard]:
+    st = _hypothesis()
+    numel = prod(shape)
+    row = prod(shape[1:])
+
+    @st.composite
+    def placement(draw: DrawFn) -> RaggedShard:
+        unit = draw(st.sampled_from(sorted({1, max(row, 1), 3})))
+        units = -(-numel // unit)
+        size = st.integers(0, units)
+        cuts = sorted(draw(size) for _ in range(world_size - 1))
+        held = [b - a for a, b in zip([0, *cuts], [*cuts, units], strict=True)]
+        return RaggedShard(range(len(shape)), held, unit)
+
+    return placement()
+
+
+def _places(
+    shapes: tuple[Shape, ...], world_sizes: Sequence[int], names: Sequence[str]
+) -> SearchStrategy[tuple[int, Layout]]:
+    """Return a strategy for a number of ranks and a layout on them."""
+    st = _hypothesis()
+
+    def of(world_size: int) -> SearchStrategy[tuple[int, Layout]]:
+        choices = [
+            layouts(shapes, world_size) if name == "ragged" else st.just(name) for name in names
+        ]
+        return st.tuples(st.just(world_size), st.one_of(*choices))
+
+    return st.sampled_from(list(world_sizes)).flatmap(of)
+
+
+def _steps(params: int, kinds: Sequence[str]) -> SearchStrategy[Step]:
+    st = _hypothesis()
+    # Half of the steps are plain: after an overflow that is not skipped all is NaN, and equal.
+    kind = st.one_of(st.just(kinds[0]), st.sampled_from(list(kinds)))
+    missing = st.sets(st.integers(0, params - 1), max_size=2).map(lambda s: tuple(sorted(s)))
+    return st.builds(Step, kind, st.integers(0, 99), missing)
+
+
+def _blocks(
+    params: int, kinds: Sequence[str], place: SearchStrategy[tuple[int, Layout]]
+) -> SearchStrategy[tuple[Instruction, ...]]:
+    """Return a strategy for one instruction, or for a save and a load at once."""
+    st = _hypothesis()
+    step = _steps(params, kinds).map(lambda s: (s,))
+    load = place.map(lambda p: Load(*p))
+    return st.one_of(
+        step,
+        step,
+        st.sampled_from([0.5, 2.0, 0.0]).map(lambda factor: (SetLr(factor),)),
+        st.integers(0, params - 1).map(lambda param: (Freeze(param),)),
+        st.just((AddGroup(),)),
+        st.just((Save(),)),
+        load.map(lambda loaded: (loaded,)),
+        load.map(lambda loaded: (Save(), loaded)),
+    )
