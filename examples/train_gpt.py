@@ -44,7 +44,7 @@ SIZES = {
     "small": GPTConfig(layers=4, width=128, heads=4, context=128),  # for CPUs
     "base": GPTConfig(layers=12, width=768, heads=12, context=1024),  # for GPUs
 }
-SEQUENCES = 24  # in a global batch, however many ranks share it; 2, 3 and 4 share it evenly
+SEQUENCES = 24  # of a batch, at least one a rank; however many ranks share it, it is the same batch
 HELD_OUT_BATCHES = 40  # of SEQUENCES windows each
 REPORT_EVERY = 10  # steps; reading a loss makes the host wait for the device
 PROMPT = b"import os\n\n\ndef "
@@ -92,6 +92,8 @@ def parse_arguments() -> argparse.Namespace:
     for name in ("steps", "save_every", "ranks"):
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"expected --{name.replace('_', '-')} of at least 1, got {value!r}")
+    if args.ranks is not None and args.ranks > SEQUENCES:
+        parser.error(f"expected at most {SEQUENCES} --ranks, got {args.ranks!r}: start fewer")
     if not args.plan:
         try:
             checkpoints.check(args.checkpoint, settings(args), resume=args.resume)
@@ -116,7 +118,7 @@ def cores() -> int:
 def start_ranks(count: int | None) -> None:
     """Runs this script under torchrun, which forwards signals and ends all ranks when one fails."""
     if count is None:
-        count = torch.cuda.device_count() or min(max(cores(), 2), SEQUENCES)
+        count = min(torch.cuda.device_count() or max(cores(), 2), SEQUENCES)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # else torchrun warns that it does this
     torchrun(["--standalone", "--nproc-per-node", str(count), __file__, *sys.argv[1:]])
 
@@ -136,8 +138,7 @@ def join_ranks(requested: int | None) -> World:
         )
     if size > SEQUENCES:
         raise RuntimeError(
-            f"expected at most {SEQUENCES} ranks, as many as a batch has sequences, got {size!r}: "
-            "start fewer"
+            f"expected at most {SEQUENCES} ranks, one a sequence, got {size!r}: start fewer"
         )
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, cores() // local_size))

@@ -9,9 +9,11 @@ hooks, of other buckets or of autograd's order: `state.py` calls the verbs at th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import cast
 
 import torch
@@ -28,7 +30,6 @@ from sharding.negotiation import BucketPlan
 from sharding.placement import RaggedShard
 from sharding.planner import ALIGN
 from sharding.ragged_tensor import RaggedDTensor
-
 
 # Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
 GATHERED = "_gathered_form_of"
@@ -144,7 +145,7 @@ class Bucket:
         setattr(unsharded, GATHERED, self.plan.params[i].fqn)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
-            unsharded.register_post_accumulate_grad_hook(lambda _: self.accumulate_grad(i))
+            unsharded.register_post_accumulate_grad_hook(partial(_accumulate, weakref.ref(self), i))
             unsharded.requires_grad_(False)  # until it is unsharded
         return unsharded
 
@@ -274,10 +275,18 @@ class Bucket:
         if self.state is ShardedState.SHARDED:
             return
         self._finish_gathers()
+        if self.state is ShardedState.UNSHARDED:
+            self._keep_requires_grad()
         self.register()
         for buffer in self.buffers:
             buffer.free_unsharded()
         self.state = ShardedState.SHARDED
+
+    def _keep_requires_grad(self) -> None:
+        """Takes over `requires_grad` where it was changed on the gathered form."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.unsharded.requires_grad != (i in self._trainable):
+                parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
 
     def _finish_gathers(self) -> None:
         gathers, self._gathers = self._gathers, []
@@ -304,6 +313,14 @@ class Bucket:
     def begin_backward(self) -> None:
         """Forgets which gradients arrived in earlier backwards; their values stay in the slots."""
         self._arrived.clear()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the sharded gradients, which users see; not what waits for a reduction."""
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.sharded.grad = None
+            elif parameter.sharded.grad is not None:
+                parameter.sharded.grad.zero_()
 
     def drop_gradients(self) -> None:
         """Discards gradients that no reduction has delivered yet."""
@@ -446,3 +463,14 @@ class Bucket:
             buffer = self.buffers[parameter.segment]
             parameter.sharded_grad = self.ragged(i, buffer.local_grad_view(parameter.index))
         return parameter.sharded_grad
+
+
+def _accumulate(bucket: weakref.ref[Bucket], i: int, _: Tensor) -> None:
+    """The hook on an unsharded parameter.
+
+    Garbage collection does not see through it: a strong reference would keep the model, its memory
+    and its process group for ever.
+    """
+    alive = bucket()
+    if alive is not None:
+        alive.accumulate_grad(i)

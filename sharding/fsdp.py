@@ -262,6 +262,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
             check_keys(cast(nn.Module, self), state_dict)
         return load(state_dict, *args, **kwargs)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As nn.Module's; reaches the sharded parameters while gathered ones are in their place."""
+        for bucket in self._buckets(recurse=True):
+            bucket.zero_grad(set_to_none)
+        super(torch_fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's bucket (not those below); with `async_op` returns a handle."""
         bucket = self._get_fsdp_state().bucket

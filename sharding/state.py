@@ -175,7 +175,9 @@ class ModuleState:
 
     @torch._dynamo.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        context = self.lazy_init()
+        if self.context is None:  # the root was refused before forward began
+            return output
+        context = self.context
         self._running.discard(module)
         watched = self._watch_outputs(output)
         if self.bucket is not None and not self._running and not self.in_backward and watched:

@@ -7,7 +7,8 @@ written. On other devices `skip` does not wait for it: kernels run, and wherever
 their results are replaced by the values from before, run by run (`Run.chunks`) and matrix by matrix
 (`Job.apply`). Step counts are kept on the host: they advance at once, and are taken back when the
 flag, copied to pinned memory meanwhile, is read at the next look at the optimizer. `raise` has to
-read the flag in the step on every device.
+read the flag in the step on every device. Where no parameter is sharded there is no group to ask:
+each process decides for itself, and processes with equal gradients alike.
 """
 
 from collections.abc import Iterable, Sequence

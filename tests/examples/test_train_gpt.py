@@ -23,7 +23,7 @@ def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
     )
 
 

@@ -1,5 +1,8 @@
 """The flat buffers: what is written, what stays zero, what is freed."""
 
+import gc
+import weakref
+
 import torch
 import torch.distributed as dist
 from hypothesis import given
@@ -151,3 +154,23 @@ def test_parameter_used_on_some_ranks_gets_its_average_and_unused_ones_none() ->
             torch.testing.assert_close(gradients[name], expected, atol=1e-5, rtol=1e-5)
     for gradients in run_ranks(gradients_of_branches, 3, []):
         assert gradients["some.weight"] is None
+
+
+def train_and_forget() -> list[str]:
+    """Names of what outlives a trained model that nobody refers to any more."""
+    run = Run(optimizer="muon")
+    model = build_model(run)
+    shard(model, run)
+    optimizer = build_optimizer(model, run)
+    model(tokens_of(0)[:, :-1]).logsumexp(-1).mean().backward()
+    optimizer.step()
+    watched = [model, optimizer, *buckets_of(model), *(b.buffers[0] for b in buckets_of(model))]
+    watched = [weakref.ref(thing) for thing in watched]
+    del model, optimizer
+    gc.collect()
+    return [type(thing()).__name__ for thing in watched if thing() is not None]
+
+
+def test_a_model_that_nobody_refers_to_is_freed() -> None:
+    """A hook that autograd holds is hidden from garbage collection; a cycle through it leaks."""
+    assert run_ranks(train_and_forget, 2) == [[], []]

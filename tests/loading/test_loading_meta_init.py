@@ -223,3 +223,23 @@ def load_states_on_meta(kind: str) -> None:
 
 def test_loading_states_of_parameters_on_meta_is_refused_by_name() -> None:
     run_ranks(load_states_on_meta, 2, "muon")
+
+
+def look_at_meta_without_a_piece() -> tuple[int, set[str], float]:
+    with torch.device("meta"):
+        net = nn.Linear(4, 4, bias=False)
+    fully_shard(net)
+    optimizer = make_optimizer(net, "adamw")
+    assert optimizer.state[net.weight]["exp_avg"].is_meta
+    net.to_empty(device="cpu")
+    nn.init.ones_(net.weight)
+    state = optimizer.state[net.weight]
+    devices = {state[key].to_local().device.type for key in ("exp_avg", "exp_avg_sq")}
+    return net.weight.to_local().numel(), devices, float(state["exp_avg"].full_tensor().sum())
+
+
+def test_loading_nothing_on_meta_on_a_rank_that_holds_nothing() -> None:
+    """An empty piece has no address that could tell that its parameter has left the meta device."""
+    results = run_ranks(look_at_meta_without_a_piece, 2)
+    assert sorted(numel for numel, _, _ in results) == [0, 16]
+    assert all((devices, total) == ({"cpu"}, 0.0) for _, devices, total in results)

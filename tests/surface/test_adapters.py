@@ -112,7 +112,9 @@ def refuse_to_train_integers() -> None:
     with pytest.raises(RuntimeError, match="floating point"):
         model[0].base.requires_grad_(True)
     complex_parameter = nn.Parameter(torch.ones(3, dtype=torch.complex64))
-    with pytest.raises(ValueError, match=r"w: expected a real floating dtype, got torch\.complex64"):
+    with pytest.raises(
+        ValueError, match=r"w: expected a real floating dtype, got torch\.complex64"
+    ):
         AdamW([("w", complex_parameter)])
 
 

@@ -257,7 +257,7 @@ def rank_specific_data() -> dict[str, Tensor]:
 
 
 def test_matrices_of_averaged_gradients_are_orthogonalized_not_of_one_ranks():
-    """AReaL#1270, DeepSpeed#8090, Megatron-LM#5961: Newton-Schulz ran on a part-reduced gradient."""
+    """AReaL#1270, DeepSpeed#8090, Megatron-LM#5961: Newton-Schulz of a part-reduced one."""
     expected = rank_specific_data()
     results = run_ranks(rank_specific_data, 2)
     assert_weights(results[0], results[1])

@@ -266,7 +266,7 @@ def test_grad_scaler_skips_on_all_ranks_for_an_inf_on_one(name):
 
 def test_choice_survives_pickling_and_an_unknown_one_is_an_error():
     parameter = torch.nn.Parameter(torch.ones(3, 3))
-    with pytest.raises(ValueError, match="on_nonfinite: expected one of .*'skip'.*got 'zero'"):
+    with pytest.raises(ValueError, match=r"on_nonfinite: expected one of .*'skip'.*got 'zero'"):
         AdamW([parameter], on_nonfinite="zero")
     other = pickle.loads(pickle.dumps(Muon([parameter], on_nonfinite="skip")))
     (copied,) = other.param_groups[0]["params"]

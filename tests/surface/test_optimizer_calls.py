@@ -71,7 +71,7 @@ def train_by_closure(name: str, through_closure: bool) -> dict[str, torch.Tensor
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_closure_runs_once_with_grad_and_its_gradients_are_used(name):
-    """nikhilvyas/SOAP#21, KellerJordan/Muon#33, lightning#18254: no grad inside, or no loss back."""
+    """nikhilvyas/SOAP#21, KellerJordan/Muon#33, lightning#18254: no grad, or no loss back."""
     for world_size in (2, 3):
         for weights, expected in zip(
             run_ranks(train_by_closure, world_size, name, True),
@@ -177,7 +177,7 @@ def state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tenso
     ],
 )
 def test_kind_without_parameters_generator_or_late_group_trains(kind):
-    """DeepSpeed#7869, prime-rl#1433, KellerJordan/Muon#9: an empty kind, or a generator read twice."""
+    """DeepSpeed#7869, prime-rl#1433, KellerJordan/Muon#9: an empty kind; a generator read twice."""
     expected, results = on_ranks_and_here(train_kinds, kind)
     for result in results:
         assert len(result) == len(expected)

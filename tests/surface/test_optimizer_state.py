@@ -55,7 +55,7 @@ def walk_state(name: str) -> list[str]:
     """Checks every entry of the state before and after steps; returns the keys."""
     shapes = []
     for steps in (0, 2):
-        model, optimizer = started(name, steps)
+        _, optimizer = started(name, steps)
         held = {p for group in optimizer.param_groups for p in group["params"]}
         assert set(optimizer.state) == held
         assert {"lr", "weight_decay"} <= optimizer.defaults.keys()
@@ -182,7 +182,7 @@ def copies_of_a_module() -> None:
         lambda: copy.deepcopy(nn.Sequential(model)),
         lambda: AveragedModel(model),
     ):
-        with pytest.raises(NotImplementedError, match="copy.* before fully_shard.*state_dict"):
+        with pytest.raises(NotImplementedError, match=r"copy.* before fully_shard.*state_dict"):
             copying()
     loss_of(model, 0).backward()
     optimizer.step()
@@ -197,8 +197,10 @@ def test_copy_of_a_sharded_module_says_what_to_do_and_breaks_nothing():
 
 def copy_of_an_optimizer(name: str, how: str) -> None:
     """A copy holds copied parameters; both go on alike."""
-    model, optimizer = started(name)
-    copied = copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    _, optimizer = started(name)
+    copied = (
+        copy.deepcopy(optimizer) if how == "deepcopy" else pickle.loads(pickle.dumps(optimizer))
+    )
     originals = [p for group in optimizer.param_groups for p in group["params"]]
     copies = [p for group in copied.param_groups for p in group["params"]]
     assert not any(a is b for a, b in zip(originals, copies, strict=True))

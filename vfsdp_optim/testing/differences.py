@@ -3,8 +3,8 @@
 Pure comparison of records; touches no process group and no device.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
 from math import prod
 
@@ -62,16 +62,16 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a sharded run first leaves the unsharded one.
+    """Where a sharded run first leaves the unsharded one; prints as a report.
 
     Attributes:
-        step: number of the step, from 1.
+        when: the moment, as text.
         name: of the parameter.
         key: "param", or the key of a state.
         what: the lines that say how it differs.
     """
 
-    step: int
+    when: str
     name: str
     key: str
     what: tuple[str, ...]
@@ -79,47 +79,50 @@ class Difference:
     def __str__(self) -> str:
         """Return the report."""
         state = "the parameter itself" if self.key == PARAM else f"state {self.key!r}"
-        head = f"first difference: step {self.step}, parameter {self.name!r}, {state}"
+        head = f"first difference: {self.when}, parameter {self.name!r}, {state}"
         return "\n".join([head, *(f"  {line}" for line in self.what)])
 
 
 def first_difference(
-    sharded: Sequence[Record], unsharded: Record, tolerance: Tolerance
+    sharded: Sequence[Record],
+    unsharded: Record,
+    tolerance: Tolerance,
+    label: Callable[[int], str] = "step {}".format,
 ) -> Difference | None:
-    """Return the first difference: by step, then by parameter, its states before itself.
+    """Return the first difference: by moment, then by parameter, its states before itself.
 
     Args:
-        sharded: by rank. Steps of the unsharded run that no rank observed are not compared.
+        sharded: by rank. Moments of the unsharded run that no rank observed are not compared.
         unsharded: of the run on full tensors.
         tolerance: what counts as a difference.
+        label: returns a moment as text.
     """
     pieces: dict[tuple[int, str, str], list[tuple[int, Piece]]] = {}
     for rank, record in enumerate(sharded):
         for piece in record.pieces:
-            pieces.setdefault((piece.step, piece.name, piece.key), []).append((rank, piece))
-    steps = sorted({step for step, _, _ in pieces})
+            pieces.setdefault((piece.moment, piece.name, piece.key), []).append((rank, piece))
     padding: dict[int, tuple[int, Padding]] = {}
     for rank, record in enumerate(sharded):
         for found in record.padding:
-            padding.setdefault(found.step, (rank, found))
-    full = {(piece.step, piece.name, piece.key): piece for piece in unsharded.pieces}
+            padding.setdefault(found.moment, (rank, found))
+    full = {(piece.moment, piece.name, piece.key): piece for piece in unsharded.pieces}
     names = list(dict.fromkeys(piece.name for piece in unsharded.pieces))
-    for step in steps:
+    for moment in sorted({moment for moment, _, _ in pieces}):
         wrong: list[Difference] = []
         for name in names:
-            keys = [k for s, n, k in (*full, *pieces) if (s, n) == (step, name)]
+            keys = [k for s, n, k in (*full, *pieces) if (s, n) == (moment, name)]
             for key in sorted(dict.fromkeys(keys), key=lambda k: k == PARAM):
-                place = step, name, key
+                place = moment, name, key
                 what = _compare(pieces.get(place, []), full.get(place), len(sharded), tolerance)
                 if what:
-                    wrong.append(Difference(step, name, key, tuple(what)))
+                    wrong.append(Difference(label(moment), name, key, tuple(what)))
         if wrong:
             first = wrong[0]
-            others = _others(wrong[1:])
-            return Difference(step, first.name, first.key, (*first.what, *others))
-        if step in padding:
-            rank, found = padding[step]
-            return Difference(step, found.after, found.key, tuple(_padding(rank, found)))
+            return replace(first, what=(*first.what, *_others(wrong[1:])))
+        if moment in padding:
+            rank, found = padding[moment]
+            lines = tuple(_padding(rank, found))
+            return Difference(label(moment), found.after, found.key, lines)
     return None
 
 
@@ -134,19 +137,19 @@ def _padding(rank: int, padding: Padding) -> list[str]:
 
 def _others(wrong: Sequence[Difference]) -> list[str]:
     if not wrong:
-        return ["nothing else differs after that step"]
+        return ["nothing else differs then"]
     shown = [
         f"{name!r} ({', '.join(d.key for d in of_name)})"
         for name, of_name in groupby(wrong, key=lambda d: d.name)
     ]
     more = f" and {len(shown) - 6} more parameters" if len(shown) > 6 else ""
-    return [f"also different after that step: {', '.join(shown[:6])}{more}"]
+    return [f"also different then: {', '.join(shown[:6])}{more}"]
 
 
 def _compare(
     held: list[tuple[int, Piece]], full: Piece | None, world_size: int, tolerance: Tolerance
 ) -> list[str]:
-    """Return what is wrong with one tensor after one step; [] if nothing is."""
+    """Return what is wrong with one tensor at one moment; [] if nothing is."""
     if full is None:
         ranks = _ranks([rank for rank, _ in held])
         return [f"it exists on {ranks} and not in the unsharded run"]

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -21,8 +22,8 @@ from vfsdp_optim.testing.programs import (
     Program,
     Save,
     Step,
+    moment_label,
     phases,
-    step_label,
     unsharded_paths,
 )
 from vfsdp_optim.testing.records import Record
@@ -242,14 +243,14 @@ def _compare(
             _raise_if_unsupported(error, part, expected.optimizer)
             raise
         records = [record for record, _ in results]
-        difference = first_difference(records, expected, tolerance)
+        label = partial(moment_label, part.whole_path)
+        difference = first_difference(records, expected, tolerance, label)
         if difference is not None:
             ranks = f"{part.world_size} rank{'s' if part.world_size > 1 else ''}"
             lines = [
                 f"{expected.optimizer} on {ranks} in layout {describe(part.layout or '')} is not "
                 "the unsharded optimizer",
                 str(difference),
-                f"  after      {step_label(part.whole_path, difference.step)}",
             ]
             if part.loads:
                 lines.append("  the ranks had loaded what others saved")

@@ -49,8 +49,8 @@ class GradientStream:
         if self.kind == "missing":
             return None if chance < 0.4 else x
         if self.kind == "sparse":
-            rows = torch.rand(x.shape[:1], generator=generator) < 0.25
-            return x * rows.view(*rows.shape, *(1 for _ in x.shape[1:]))
+            rows = torch.rand(x.shape[:1], generator=generator) < 0.25  # (rows,), or () of 0-D
+            return x * rows.view(x.shape[:1] + (1,) * max(x.dim() - 1, 0))
         if self.kind == "overflow" and chance < 0.5 and x.numel():
             where = int(torch.randint(x.numel(), (), generator=generator))
             x.view(-1)[where] = float("inf") if chance < 0.25 else float("nan")

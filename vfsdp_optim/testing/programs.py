@@ -53,7 +53,7 @@ class AddGroup:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Save parameters and optimizer."""
+    """Save parameters and optimizer, and compare with the unsharded run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,18 @@ def unsharded_paths(parts: Sequence[Phase]) -> list[tuple[Instruction, ...]]:
     ]
 
 
-def step_label(path: Sequence[Instruction], step: int) -> str:
-    """Return the instruction that took a step, as text."""
-    steps = [instruction for instruction in path if isinstance(instruction, Step)]
-    return repr(steps[step - 1]) if 0 < step <= len(steps) else f"step {step}"
+def is_observed(instruction: Instruction) -> bool:
+    """Return whether everything is compared after an instruction.
+
+    Saving is one: it may make state that was not there before, and loading gives it back.
+    """
+    return isinstance(instruction, Step | Save)
+
+
+def moment_label(path: Sequence[Instruction], moment: int) -> str:
+    """Return when the observation number `moment`, from 1, was made, as text."""
+    observed = [i for i, instruction in enumerate(path) if is_observed(instruction)]
+    until = path[: observed[moment - 1] + 1]
+    steps = sum(isinstance(instruction, Step) for instruction in until)
+    saved = "the save after " if isinstance(until[-1], Save) else ""
+    return f"{saved}step {steps}"

@@ -1,4 +1,4 @@
-"""What a run looked like after each step: pieces of parameters and states, packed to travel.
+"""What a run looked like at each step: pieces of parameters and states, packed to travel.
 
 Touches local tensors; communicates only to gather a tensor that is cut otherwise than into flat
 ranges.
@@ -21,10 +21,10 @@ PARAM = "param"  # the key of the parameter itself, beside those of its states
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one rank holds of one tensor after one step.
+    """What one rank holds of one tensor at one moment.
 
     Attributes:
-        step: number of the step, from 1.
+        moment: number of the observation, from 1.
         name: of the parameter.
         key: `PARAM`, or the key of a state.
         shape: of the full tensor.
@@ -33,7 +33,7 @@ class Piece:
         layout: how the tensor is cut, as text; empty if it is whole.
     """
 
-    step: int
+    moment: int
     name: str
     key: str
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Piece:
 class Padding:
     """Elements that belong to no tensor and are not zero, in the buffer of one key on one rank."""
 
-    step: int
+    moment: int
     key: str
     after: str  # the parameter that they follow
     count: int
@@ -70,7 +70,7 @@ class Record:
         """Return the record with all values in one tensor: pickling each would cost 0.1 ms."""
         flat = [piece.values.view(torch.uint8) for piece in self.pieces]
         heads = [
-            (p.step, p.name, p.key, p.shape, p.start, p.layout, p.values.dtype, p.values.numel())
+            (p.moment, p.name, p.key, p.shape, p.start, p.layout, p.values.dtype, p.values.numel())
             for p in self.pieces
         ]
         return self.optimizer, heads, torch.cat(flat) if flat else None, self.padding
@@ -80,17 +80,17 @@ class Record:
         self.optimizer, heads, data, self.padding = state
         self.pieces = []
         offset = 0
-        for step, name, key, shape, start, layout, dtype, numel in heads:
+        for moment, name, key, shape, start, layout, dtype, numel in heads:
             end = offset + numel * dtype.itemsize
             # Views of another dtype need aligned memory.
             values = data[offset:end].clone().view(dtype)
-            self.pieces.append(Piece(step, name, key, shape, start, values, layout))
+            self.pieces.append(Piece(moment, name, key, shape, start, values, layout))
             offset = end
 
 
 @torch.no_grad()
 def observe(
-    record: Record, step: int, params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+    record: Record, moment: int, params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
     """Append what this rank holds of all parameters and their states."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -106,11 +106,11 @@ def observe(
                 continue
             local, start, shape, layout = local_piece(value, param)
             values = local.detach().cpu().reshape(-1).clone()
-            record.pieces.append(Piece(step, name, key, shape, start, values, layout))
+            record.pieces.append(Piece(moment, name, key, shape, start, values, layout))
             if isinstance(value, RaggedDTensor):
                 buffers.setdefault(key, []).append((name, value))
     for key, held in buffers.items():
-        record.padding.extend(_nonzero_padding(step, key, held))
+        record.padding.extend(_nonzero_padding(moment, key, held))
 
 
 def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, ...], str]:
@@ -135,7 +135,7 @@ def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, .
 
 
 def _nonzero_padding(
-    step: int, key: str, held: Iterable[tuple[str, RaggedDTensor]]
+    moment: int, key: str, held: Iterable[tuple[str, RaggedDTensor]]
 ) -> Iterator[Padding]:
     storages: dict[int, list[tuple[int, int, str, Tensor]]] = {}
     for name, value in held:
@@ -155,4 +155,4 @@ def _nonzero_padding(
             first = int(wrong[0])
             before = [place for place in places if place[0] <= first]
             after = max(before)[2] if before else "the start"
-            yield Padding(step, key, after, len(wrong), flat[first].item())
+            yield Padding(moment, key, after, len(wrong), flat[first].item())

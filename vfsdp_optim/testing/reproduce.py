@@ -1,6 +1,7 @@
 """A failing program as a script that fails without hypothesis. Pure text."""
 
 import base64
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -44,7 +45,22 @@ def script(make_optimizer: Any, program: Program, why: str) -> str:
         "assert_program_is_exact(make_optimizer, program)",
     ]
     room = MAX_LINES - len(head) - len(tail) - 1
-    return "\n".join([*head, "", *_wrapped(f"program = {program!r}", room), *tail])
+    return "\n".join([*head, "", *_wrapped(f"program = {_code(program)}", room), *tail])
+
+
+def _code(value: Any) -> str:
+    """Return an expression for a program, without the arguments that have their defaults."""
+    if isinstance(value, tuple):
+        items = ", ".join(_code(item) for item in value)
+        return f"({items},)" if len(value) == 1 else f"({items})"
+    if not dataclasses.is_dataclass(value):
+        return repr(value)
+    given = [
+        f"{field.name}={_code(getattr(value, field.name))}"
+        for field in dataclasses.fields(value)
+        if getattr(value, field.name) != field.default
+    ]
+    return f"{type(value).__name__}({', '.join(given)})"
 
 
 def _wrapped(code: str, lines: int) -> list[str]:

@@ -15,7 +15,16 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.tensor import DTensor
 
 from vfsdp_optim.testing.gradients import as_gradients, seeded
-from vfsdp_optim.testing.programs import AddGroup, Freeze, Instruction, Phase, Save, SetLr, Step
+from vfsdp_optim.testing.programs import (
+    AddGroup,
+    Freeze,
+    Instruction,
+    Phase,
+    Save,
+    SetLr,
+    Step,
+    is_observed,
+)
 from vfsdp_optim.testing.records import Record, observe
 from vfsdp_optim.testing.shardings import (
     GradientSetter,
@@ -122,7 +131,7 @@ class Trial:
         self.params = dict(self.model.named_parameters())
         self._gradients = GradientSetter(self.params)
         self._waiting = list(self.params)[len(self.params) - subject.late :]
-        self.step = 0
+        self.step = self.moment = 0
         for instruction in path:
             self._replay(instruction)
         if saved is not None:
@@ -136,11 +145,9 @@ class Trial:
         return Parameters(dict(list(params.items())[: len(params) - self._subject.late]))
 
     def do(self, instruction: Instruction, record: Record | None = None) -> None:
-        """Carry out one instruction; a `Step` appends to `record`."""
+        """Carry out one instruction, and append what it led to to `record`."""
         if isinstance(instruction, Step):
             self._take(instruction)
-            if record is not None:
-                observe(record, self.step, self.params, self.optimizer)
         elif isinstance(instruction, SetLr):
             for group in self.optimizer.param_groups:
                 group["lr"] = group["lr"] * instruction.factor
@@ -148,9 +155,14 @@ class Trial:
             self.optimizer.state_dict()  # reading state may make it: so too where nothing is saved
         else:
             self._replay(instruction)
+        if is_observed(instruction):
+            self.moment += 1
+            if record is not None:
+                observe(record, self.moment, self.params, self.optimizer)
 
     def _replay(self, instruction: Instruction) -> None:
         """Do what a checkpoint does not restore."""
+        self.moment += is_observed(instruction)
         if isinstance(instruction, Step):
             self.step += 1
         elif isinstance(instruction, Freeze):
@@ -251,8 +263,8 @@ def run_sharded(
     record = Record()
     trial = Trial(subject, phase.layout, saved=saved, path=phase.path)
     record.optimizer = type(trial.optimizer).__name__
-    if saved is not None and trial.step:
-        observe(record, trial.step, trial.params, trial.optimizer)
+    if saved is not None:
+        observe(record, trial.moment, trial.params, trial.optimizer)
     saves = [i for i, step in enumerate(phase.instructions) if isinstance(step, Save)]
     result = None
     for i, instruction in enumerate(phase.instructions):

@@ -1,64 +1,20 @@
-"""What users get wrong, as rows: the misuse, the error, what its message names and how it cures.
-
-Every row works on a fresh `Scene`. A row that must change something first, which is allowed, does
-it in `before`; `spoils` says whether that leaves one of the models of no further use.
-"""
+"""Misuses of `fully_shard` and of what it makes of modules."""
 
 import copy
 import pickle
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
+from misuse import Misuse, Scene
+from small_models import Small, loss_of, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import vfsdp_optim
-from sharding import FullMatrix, MixedPrecisionPolicy, RaggedDTensor, RaggedShard, fully_shard
-from sharding.loading import load_full_state_dict
-from small_models import Block, Small, build, loss_of, make_optimizer, shard
-
-
-class Scene:
-    """A sharded model with its optimizer, and an equal model that is not sharded yet."""
-
-    def __init__(self) -> None:
-        self.model, self.plain = shard(build()), build()
-        self.optimizer = make_optimizer("muon", self.model)
-
-    @property
-    def head(self) -> RaggedDTensor:
-        """A sharded parameter, 31 x 12."""
-        return self.model.get_parameter("head.weight")
-
-    def train(self) -> None:
-        """One step of the sharded model."""
-        loss_of(self.model, 1).backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-
-def nothing(scene: Scene) -> None:
-    """What most rows need before."""
-
-
-@dataclass(frozen=True)
-class Misuse:
-    """One row of the table."""
-
-    name: str
-    misuse: Callable[[Scene], object]
-    error: type[Exception]
-    words: tuple[str, ...]  # the parameter or value, and the cure
-    before: Callable[[Scene], object] = nothing
-    spoils: str = ""  # "model" or "plain"
-
-
-# -- preparations ---------------------------------------------------------------------------------
+from sharding import FullMatrix, MixedPrecisionPolicy, fully_shard
 
 
 def tie_blocks(s: Scene) -> None:
@@ -74,14 +30,14 @@ def replicate_head(s: Scene) -> None:
 
 
 def step_plain(s: Scene) -> None:
-    s.optimizer = vfsdp_optim.AdamW(s.plain.named_parameters())
+    s.other = vfsdp_optim.AdamW(s.plain.named_parameters())
     loss_of(s.plain, 1).backward()
-    s.optimizer.step()
-    s.optimizer.zero_grad()
+    s.other.step()
+    s.other.zero_grad()
 
 
 def optimizer_of_plain(s: Scene) -> None:
-    s.optimizer = vfsdp_optim.AdamW(s.plain.named_parameters())
+    s.other = vfsdp_optim.AdamW(s.plain.named_parameters())
 
 
 def forget_optimizer(s: Scene) -> None:
@@ -145,86 +101,22 @@ def group_without_root(s: Scene) -> None:
     fully_shard(list(s.plain.blocks))
 
 
-def shard_late(s: Scene) -> None:
-    optimizer_of_plain(s)
-    shard(s.plain)
-    loss_of(s.plain, 1).backward()
-
-
-def shard_late_of_torch(s: Scene) -> None:
-    s.optimizer = torch.optim.AdamW(s.plain.parameters())
-    shard(s.plain)
-    loss_of(s.plain, 1).backward()
-
-
-def gradient_cut_otherwise(s: Scene) -> None:
-    halves = RaggedShard.from_range(2, s.head.numel(), 0, s.head.numel() // 2, 2)
-    s.head.grad = s.head.detach().redistribute(placements=[halves])
-
-
-def plain_gradient(s: Scene) -> None:
-    s.head.grad = torch.zeros(31, 12)
-
-
 def ignore_on_one_rank(s: Scene) -> None:
     fully_shard(s.plain, ignored_params={s.plain.head.weight} if dist.get_rank() else set())
 
 
 def one_more_call_on_one_rank(s: Scene) -> None:
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
     if dist.get_rank():
-        fully_shard(nn.Linear(3, 3))
-    shard(s.plain)
+        fully_shard(nn.Linear(3, 3), mesh=mesh)
+    shard(s.plain, mesh=mesh)
 
 
-def options_of_one_rank(s: Scene) -> None:
-    groups = vfsdp_optim.param_groups(s.model)
-    s.optimizer = vfsdp_optim.Muon(groups, ns_steps=4 + dist.get_rank())
-    loss_of(s.model, 1).backward()
+def run_child(s: Scene) -> None:
+    s.plain.blocks[1](torch.ones(2, 12))
 
 
-# -- misuses that take more than an expression ----------------------------------------------------
-
-
-def load_wrong_shape(s: Scene) -> None:
-    state = {name: torch.zeros(value.shape) for name, value in s.model.state_dict().items()}
-    s.model.load_state_dict({**state, "head.weight": torch.zeros(3, 12)})
-
-
-def load_incomplete(s: Scene) -> None:
-    state = {name: torch.zeros(value.shape) for name, value in s.model.state_dict().items()}
-    del state["head.weight"]
-    load_full_state_dict(s.model, state=state)
-
-
-def load_optimizer_state_of_wrong_shape(s: Scene) -> None:
-    state = s.optimizer.state_dict()
-    first = {**state["state"][0], "momentum_buffer": torch.zeros(3, 3)}
-    s.optimizer.load_state_dict({**state, "state": {**state["state"], 0: first}})
-
-
-def load_state_of_adamw(s: Scene) -> None:
-    state = s.optimizer.state_dict()
-    groups = [{**state["param_groups"][0], "algorithm": "adamw"}, *state["param_groups"][1:]]
-    s.optimizer.load_state_dict({**state, "param_groups": groups})
-
-
-def clip_with_a_foreign_tensor(s: Scene) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    foreign = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
-    s.head.grad, foreign.grad = torch.zeros_like(s.head), foreign.detach().clone()
-    nn.utils.clip_grad_norm_([s.head, foreign], 1.0)
-
-
-def keep_graph_of_gradients(s: Scene) -> None:
-    loss_of(s.model, 1).backward(create_graph=True)
-
-
-def muon_group(s: Scene, **options: object) -> vfsdp_optim.Muon:
-    return vfsdp_optim.Muon([{"params": [("head.weight", s.head)], **options}])
-
-
-BF16 = torch.bfloat16
-MISUSES = [
+MISUSES_OF_SHARDING = [
     # -- fully_shard
     Misuse("a_number", lambda s: fully_shard(3), TypeError, ("got 3", "nn.Module")),
     Misuse("a_tuple", lambda s: fully_shard((s.plain.head,)), TypeError, ("Linear", "a list")),
@@ -317,7 +209,7 @@ MISUSES = [
     ),
     Misuse(
         "precision_as_a_dtype",
-        lambda s: fully_shard(s.plain, mp_policy=BF16),
+        lambda s: fully_shard(s.plain, mp_policy=torch.bfloat16),
         TypeError,
         ("torch.bfloat16", "MixedPrecisionPolicy(param_dtype="),
     ),
@@ -335,7 +227,7 @@ MISUSES = [
     ),
     Misuse(
         "optimizer_that_has_stepped",
-        lambda s: fully_shard(s.plain, optimizer=s.optimizer),
+        lambda s: fully_shard(s.plain, optimizer=s.other),
         RuntimeError,
         ("embedding.weight", "before the first step"),
         before=step_plain,
@@ -343,13 +235,13 @@ MISUSES = [
     ),
     Misuse(
         "optimizer_forgotten_in_one_call",
-        lambda s: fully_shard(s.plain, optimizer=s.optimizer),
+        lambda s: fully_shard(s.plain, optimizer=s.other),
         ValueError,
         ("norm.weight", "every call"),
         before=forget_optimizer,
     ),
     Misuse(
-        "structure_that_is_none",
+        "structure_of_the_wrong_type",
         lambda s: fully_shard(s.plain, structure=lambda fqn, p: "rows"),
         TypeError,
         ("'embedding.weight'", "'rows'", "RowPanels"),
@@ -419,5 +311,121 @@ MISUSES = [
         ("head.weight", "register_post_accumulate_grad_hook"),
         before=hook_on_plain,
         spoils="plain",
+    ),
+    # -- modules that are sharded
+    Misuse(
+        "prefetch_of_an_unsharded_module",
+        lambda s: s.model.set_modules_to_forward_prefetch([s.plain]),
+        ValueError,
+        ("Small", "call fully_shard"),
+    ),
+    Misuse(
+        "prefetch_of_one_module",
+        lambda s: s.model.set_modules_to_backward_prefetch(s.model.blocks[0]),
+        TypeError,
+        ("Block", "[module]"),
+    ),
+    Misuse(
+        "unsupported_method",
+        lambda s: s.model.set_gradient_divide_factor(2.0),
+        NotImplementedError,
+        ("set_gradient_divide_factor", "scale the loss"),
+    ),
+    Misuse(
+        "unused_parameters_left_out",
+        lambda s: s.model.set_reduce_scatter_unused_params(False),
+        NotImplementedError,
+        ("whole bucket", "pass True"),
+    ),
+    Misuse(
+        "reset_below_the_root",
+        lambda s: s.model.blocks[0].reset_iter_state(),
+        RuntimeError,
+        ("Block", "on the root, Small"),
+        before=lambda s: loss_of(s.model, 1),
+    ),
+    Misuse(
+        "deepcopy_of_a_module",
+        lambda s: copy.deepcopy(s.model),
+        NotImplementedError,
+        ("Small", "before fully_shard", "state_dict"),
+    ),
+    Misuse(
+        "pickle_of_a_module",
+        lambda s: pickle.dumps(s.model.blocks[0]),
+        NotImplementedError,
+        ("Block", "state_dict"),
+    ),
+    Misuse(
+        "resharding_later_to_three_ranks",
+        lambda s: s.model.set_reshard_after_forward(3),
+        ValueError,
+        ("got 3", "a bool"),
+    ),
+    Misuse(
+        "forward_on_meta",
+        lambda s: loss_of(s.plain, 1),
+        RuntimeError,
+        ("embedding.weight", "to_empty"),
+        before=on_meta,
+        spoils="plain",
+    ),
+    Misuse(
+        "parameter_of_another_shape",
+        lambda s: loss_of(s.model, 1),
+        ValueError,
+        ("head.weight", "(3, 12)", "(31, 12)"),
+        before=other_shape,
+        spoils="model",
+    ),
+    Misuse(
+        "parameter_deleted",
+        lambda s: loss_of(s.model, 1),
+        RuntimeError,
+        ("head.weight", "deleted"),
+        before=delete_head,
+        spoils="model",
+    ),
+    Misuse(
+        "parameter_added",
+        lambda s: loss_of(s.model, 1),
+        RuntimeError,
+        ("blocks.0.up.adapter", "before fully_shard", "ignored_params"),
+        before=add_adapter,
+        spoils="model",
+    ),
+    Misuse(
+        "module_of_two_roots",
+        lambda s: loss_of(s.plain, 1),
+        RuntimeError,
+        ("blocks.0", "Small", "what holds both"),
+        before=second_root,
+        spoils="plain",
+    ),
+    Misuse(
+        "group_without_a_root",
+        run_child,
+        RuntimeError,
+        ("Block", "the model that holds them"),
+        before=group_without_root,
+    ),
+    # -- ranks that differ
+    Misuse(
+        "ignored_on_one_rank",
+        lambda s: loss_of(s.plain, 1),
+        RuntimeError,
+        ("ranks 0 and 1", "the same arguments"),
+        before=ignore_on_one_rank,
+        spoils="plain",
+        alone=True,
+    ),
+    Misuse(
+        "one_more_call_on_one_rank",
+        lambda s: loss_of(s.plain, 1),
+        RuntimeError,
+        ("ranks 0 and 1", "fully_shard calls", "the same calls"),
+        before=one_more_call_on_one_rank,
+        spoils="plain",
+        alone=True,
     ),
 ]

@@ -1,4 +1,4 @@
-"""A small model with every kind of parameter, and how the tests here shard, feed and compare it."""
+"""A small model with every kind of parameter, and how tests shard, feed and compare it."""
 
 from collections.abc import Iterable
 
