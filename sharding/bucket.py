@@ -311,7 +311,13 @@ class Bucket:
         return len(self._arrived) == len(self._trainable)
 
     def begin_backward(self) -> None:
-        """Forgets which gradients arrived in earlier backwards; their values stay in the slots."""
+        """Forgets which gradients arrived in earlier backwards; their values stay in the slots.
+
+        Raises:
+            TypeError: A gradient that the user set is not laid out as its parameter.
+        """
+        for parameter in self.parameters:
+            parameter.check_user_grad()
         self._arrived.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
@@ -382,12 +388,7 @@ class Bucket:
 
         The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
         leave the others waiting (pytorch#158719).
-
-        Raises:
-            TypeError: A gradient that the user set is not laid out as its parameter.
         """
-        for parameter in self.parameters:
-            parameter.check_user_grad()
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         announce(f"reduction of bucket {self.name!r}", self.group)

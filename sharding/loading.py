@@ -22,11 +22,12 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.collectives import all_to_all, check_same_on_all_ranks
 from sharding.load_checks import EXTRA_STATE
-from sharding.names import match_by_name
+from sharding.names import match_by_name, plain_names
 from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
 
 
@@ -78,30 +79,35 @@ def load_full_state_dict(
         RuntimeError: Parameters are on the meta device, or ranks were given different states.
         NotImplementedError: Parameters that are DTensors of another kind or on several meshes.
     """
-    targets = model.state_dict(keep_vars=True)  # reshards: see ModuleState
-    group = _group_of(targets)
-    source: Any = state
+    targets = _targets(model)
+    mesh = _mesh_of(targets)
+    source = _with_plain_names(state if optimizer is not None else {"model": state})
     outline = _outline(source)
-    if group is not None and broadcast_from_rank0:
-        outline = _broadcast(outline, group)
-    elif group is not None:
+    if mesh is not None and broadcast_from_rank0:
+        outline = _broadcast(outline, mesh.get_group())
+    elif mesh is not None:
         check_same_on_all_ranks(
-            "\n".join(_describe(outline)),
-            group,
+            "\n".join(sorted(_describe(outline))),
+            mesh.get_group(),
             "the state given to load_full_state_dict (where only one rank has it, pass "
             "broadcast_from_rank0=True): it",
         )
-    parts = _parts(outline, optimizer)
-    if optimizer is None:
-        source = {"model": source}
-    sender = _Sender(group if broadcast_from_rank0 else None)
-    _check_model(parts["model"], targets)
+    _check_parts(outline, ["model"] if optimizer is None else ["model", "optimizer"])
+    sender = _Sender(source, mesh if broadcast_from_rank0 else None)
+    _check_model(outline["model"], targets)
     if optimizer is not None:
-        _load_optimizer(model, optimizer, parts["optimizer"], source, sender)
-    _write_model(model, targets, parts["model"], source, sender)
+        _load_optimizer(model, optimizer, outline["optimizer"], sender)
+    _write_model(model, targets, outline["model"], sender)
 
 
 # -- the state -------------------------------------------------------------------------------------
+
+
+def _with_plain_names(state: Any) -> Any:
+    """The state, its model's keys without what wrappers put into them."""
+    if not isinstance(state, Mapping) or not isinstance(model := state.get("model"), Mapping):
+        return state
+    return {**state, "model": dict(zip(plain_names(list(model)), model.values(), strict=True))}
 
 
 def _outline(value: Any, *, whole: bool = False) -> Any:
@@ -135,7 +141,10 @@ def _describe(outline: Any, path: str = "state") -> Iterator[str]:
     """Lines that are the same on ranks that were given states of the same structure."""
     if isinstance(outline, Mapping):
         for key, value in outline.items():
-            yield from _describe(value, f"{path}[{key!r}]")
+            if _is_extra_state(key):  # may be each rank's own
+                yield f"{path}[{key!r}]"
+            else:
+                yield from _describe(value, f"{path}[{key!r}]")
     elif isinstance(outline, (list, tuple)):
         for i, value in enumerate(outline):
             yield from _describe(value, f"{path}[{i}]")
@@ -159,21 +168,20 @@ def _broadcast(outline: Any, group: dist.ProcessGroup) -> Any:
     return pickle.loads(message[0])  # made by `dumps` above, on a rank of this job
 
 
-def _parts(outline: Any, optimizer: object) -> dict[str, Any]:
-    """The checked top level: the outlines of the model and of the optimizer."""
-    parts = outline if optimizer is not None else {"model": outline}
-    expected = ["model", "optimizer"] if optimizer is not None else ["model"]
-    if not isinstance(parts, Mapping) or sorted(parts) != expected:
-        got = sorted(parts) if isinstance(parts, Mapping) else type(parts).__name__
-        raise TypeError(f"state: with an optimizer, expected {{'model', 'optimizer'}}, got {got!r}")
-    for name, part in parts.items():
+def _check_parts(outline: Any, expected: list[str]) -> None:
+    """Checks the top level of a state."""
+    if not isinstance(outline, Mapping) or sorted(map(str, outline)) != expected:
+        got = type(outline).__name__
+        if isinstance(outline, Mapping):
+            got = f"keys {sorted(map(str, outline))[:4]}"
+        raise TypeError(f"state: with an optimizer, expected a dict of {expected}, got {got}")
+    for name, part in outline.items():
         if not isinstance(part, Mapping):
             raise TypeError(
                 f"state: expected the {name}'s state dict, got {type(part).__name__}; on ranks "
                 "without it, pass None with broadcast_from_rank0=True"
             )
-    _refuse_foreign(parts, "state")
-    return dict(parts)
+    _refuse_foreign(outline, "state")
 
 
 def _refuse_foreign(outline: Any, path: str) -> None:
@@ -190,39 +198,57 @@ def _refuse_foreign(outline: Any, path: str) -> None:
 # -- the model -------------------------------------------------------------------------------------
 
 
-def _group_of(targets: Mapping[str, Any]) -> dist.ProcessGroup | None:
-    """The process group of the mesh that parameters are sharded over; None if none is."""
-    meshes = []
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a key of the model's state dict stands for."""
+
+    key: str  # with what wrappers put into it
+    value: Any  # a parameter, a buffer or extra state
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """The live tensors of a model by plain name; its buckets are sharded afterwards."""
+    held = model.state_dict(keep_vars=True)
+    return {
+        name: _Target(key, value)
+        for name, (key, value) in zip(plain_names(list(held)), held.items(), strict=True)
+    }
+
+
+def _mesh_of(targets: Mapping[str, _Target]) -> DeviceMesh | None:
+    """The mesh that parameters are sharded over; None if none is."""
+    meshes: list[DeviceMesh] = []
     for name, target in targets.items():
-        if isinstance(target, RaggedDTensor):
-            if target.device_mesh not in meshes:
-                meshes.append(target.device_mesh)
-        elif isinstance(target, DTensor):
+        value = target.value
+        if isinstance(value, RaggedDTensor):
+            if value.device_mesh not in meshes:
+                meshes.append(value.device_mesh)
+        elif isinstance(value, DTensor):
             raise NotImplementedError(
-                f"{name} is a {type(target).__name__} placed as {target.placements!r}; only "
+                f"{name} is a {type(value).__name__} placed as {value.placements!r}; only "
                 "parameters sharded by fully_shard of this library can be loaded"
             )
     if len(meshes) > 1:
         raise NotImplementedError(f"expected parameters on one mesh, got {meshes!r}")
-    return meshes[0].get_group() if meshes else None
+    return meshes[0] if meshes else None
 
 
-def _check_model(outline: Mapping[str, Any], targets: Mapping[str, Any]) -> None:
-    given = {id(target) for name, target in targets.items() if name in outline}
-    missing = [name for name, target in targets.items() if id(target) not in given]
+def _check_model(outline: Mapping[str, Any], targets: Mapping[str, _Target]) -> None:
+    given = {id(target.value) for name, target in targets.items() if name in outline}
+    missing = [name for name, target in targets.items() if id(target.value) not in given]
     unexpected = [name for name in outline if name not in targets]
     if missing or unexpected:
         raise ValueError(
             f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}"
         )
-    on_meta = [n for n, t in targets.items() if isinstance(t, Tensor) and t.is_meta]
+    on_meta = [n for n, t in targets.items() if isinstance(t.value, Tensor) and t.value.is_meta]
     if on_meta:
         raise RuntimeError(
             f"{on_meta} are on the meta device; call module.to_empty(device=...) before loading"
         )
     wrong = []
     for name, value in outline.items():
-        target = targets[name]
+        target = targets[name].value
         if _is_extra_state(name):
             continue  # of any type
         if not isinstance(value, (_Outline, Tensor)):
@@ -241,25 +267,19 @@ def _castable(source: torch.dtype, target: torch.dtype) -> bool:
 
 @torch.no_grad()
 def _write_model(
-    model: nn.Module,
-    targets: Mapping[str, Any],
-    outline: Mapping[str, Any],
-    source: Any,
-    sender: _Sender,
+    model: nn.Module, targets: Mapping[str, _Target], outline: Mapping[str, Any], sender: _Sender
 ) -> None:
     for name, value in outline.items():
-        target = targets[name]
+        target = targets[name].value
         if _is_extra_state(name):
-            owner = model.get_submodule(name.rpartition(".")[0])
+            owner = model.get_submodule(targets[name].key.rpartition(".")[0])
             cast(Any, owner).set_extra_state(value)
         elif isinstance(value, Tensor):  # of no dims: it came with the outline
             target.copy_(value)
+        elif isinstance(target, RaggedDTensor):
+            sender.scatter(("model", name), value, target, target._local_tensor)
         else:
-            full = sender.look_up(source, "model", name)
-            if isinstance(target, RaggedDTensor):
-                sender.scatter(full, value, target, target._local_tensor)
-            else:
-                target.copy_(sender.broadcast(full, value, target.device))
+            target.copy_(sender.broadcast(("model", name), value))
 
 
 # -- the optimizer ---------------------------------------------------------------------------------
@@ -269,7 +289,6 @@ def _load_optimizer(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     outline: Mapping[str, Any],
-    source: Any,
     sender: _Sender,
 ) -> None:
     """Receives this rank's pieces of all states and hands them to the optimizer."""
@@ -285,7 +304,7 @@ def _load_optimizer(
             if state is not None:
                 where = ("optimizer", "state", saved_id)
                 states[number] = {
-                    key: _receive_state(value, param, (*where, key), source, sender)
+                    key: _receive_state(value, param, (*where, key), sender)
                     for key, value in state.items()
                 }
             numbers.append(number)
@@ -307,7 +326,7 @@ def _match_parameters(
     ids = [group["params"] for group in saved]
     flat = [saved_id for group in ids for saved_id in group]
     if flat and all(isinstance(saved_id, str) for saved_id in flat):
-        return match_by_name(ids, _names_in_model(model, optimizer, set(flat)))
+        return match_by_name(ids, _names_in_model(model, optimizer, set(plain_names(flat))))
     if all("param_names" in group for group in (*saved, *own)):
         names = [[group["param_names"] for group in groups] for groups in (saved, own)]
         return match_by_name(*names)
@@ -324,7 +343,8 @@ def _names_in_model(
 ) -> list[list[str]]:
     """The model's names of the optimizer's parameters; of a tied one, the name that was saved."""
     names: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, (_, parameter) in zip(plain_names([n for n, _ in named]), named, strict=True):
         names.setdefault(id(parameter), []).append(name)
     found: list[list[str]] = []
     for g, group in enumerate(optimizer.param_groups):
@@ -340,9 +360,7 @@ def _names_in_model(
     return found
 
 
-def _receive_state(
-    value: Any, param: Tensor, where: tuple[Any, ...], source: Any, sender: _Sender
-) -> Any:
+def _receive_state(value: Any, param: Tensor, where: tuple[Any, ...], sender: _Sender) -> Any:
     """A saved state, cut as its parameter is; numbers and scalars as they are."""
     if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
         if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
@@ -356,76 +374,84 @@ def _receive_state(
         raise ValueError(
             f"state{path}: expected shape {tuple(param.shape)} of its parameter, got {value.shape}"
         )
-    full = sender.look_up(source, *where)
     if not isinstance(param, RaggedDTensor):
-        return sender.broadcast(full, value, param.device)
+        return sender.broadcast(where, value)
     start, stop = param.bounds
     piece = torch.empty(stop - start, dtype=value.dtype, device=param._local_tensor.device)
-    sender.scatter(full, value, param, piece)
+    sender.scatter(where, value, param, piece)
     return RaggedDTensor.from_local(piece, param.device_mesh, param.placement, param.shape)
+
+
+# -- transport -------------------------------------------------------------------------------------
 
 
 class _Sender:
     """Brings full tensors to all ranks, or takes them from where they are already.
 
     Args:
-        group: Rank 0 of it sends; None if every rank has the tensors.
+        source: The state, on ranks that have it.
+        mesh: Its rank 0 has the state; None if every rank has.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group if group is not None and dist.get_world_size(group) > 1 else None
-        self._has_state = self._group is None or dist.get_rank(self._group) == 0
+    def __init__(self, source: Any, mesh: DeviceMesh | None) -> None:
+        self._source = source
+        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
 
-    def look_up(self, source: Any, *path: Any) -> Tensor | None:
-        """The tensor at `path` of the state, on a rank that has it."""
-        if not self._has_state:
+    def _full(self, path: tuple[Any, ...]) -> Tensor | None:
+        """The tensor at `path` of the state; None on a rank that does not have it."""
+        if self._mesh is not None and self._mesh.get_local_rank():
             return None
+        value = self._source
         for key in path:
-            source = source[key]
-        return source.detach()
+            value = value[key]
+        return cast(Tensor, value).detach()
 
-    def broadcast(self, full: Tensor | None, outline: _Outline, device: torch.device) -> Tensor:
+    def broadcast(self, path: tuple[Any, ...], outline: _Outline) -> Tensor:
         """The full tensor, on every rank."""
-        if self._group is None:
+        full = self._full(path)
+        if self._mesh is None:
             return cast(Tensor, full)
+        device = torch.device(self._mesh.device_type)
         tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
         if full is not None:
             tensor.copy_(full)
         if tensor.numel():
             flat = tensor.view(-1).view(torch.uint8)  # a backend need not know the dtype
-            dist.broadcast(flat, group=self._group, group_src=0)
+            dist.broadcast(flat, group=self._mesh.get_group(), group_src=0)
         return tensor
 
     def scatter(
-        self, full: Tensor | None, outline: _Outline, like: RaggedDTensor, out: Tensor
+        self, path: tuple[Any, ...], outline: _Outline, like: RaggedDTensor, out: Tensor
     ) -> None:
         """Fills `out`, (n_local,), with this rank's range of the full tensor.
 
         Args:
-            full: On the ranks that have it.
+            path: Of the tensor in the state.
             outline: Of the full tensor.
             like: What is cut as the tensor shall be.
             out: Of any floating dtype if the tensor has one, else of the tensor's.
         """
-        if self._group is None:
+        full = self._full(path)
+        if self._mesh is None:
             start, stop = like.bounds
             out.copy_(cast(Tensor, full).reshape(-1)[start:stop])
             return
-        device, width = torch.device(like.device_mesh.device_type), outline.dtype.itemsize
+        device, width = torch.device(self._mesh.device_type), outline.dtype.itemsize
         sizes = [(stop - start) * width for start, stop in like.placement.all_bounds(like.numel())]
         if not sum(sizes):
             return
         direct = out.dtype == outline.dtype and out.device.type == device.type
         received = out if direct else torch.empty(out.numel(), dtype=outline.dtype, device=device)
+        sent = received.new_empty(0)
+        if full is not None:
+            sent = full.reshape(-1).contiguous().to(device)
         nothing = [0] * len(sizes)
-        sent = received.new_empty(0) if full is None else full.reshape(-1).to(device)
-        rank = like.device_mesh.get_local_rank()
         all_to_all(
             received.view(torch.uint8),
-            sent.contiguous().view(torch.uint8),
-            [sizes[rank], *nothing[1:]],
+            sent.view(torch.uint8),
+            [sizes[self._mesh.get_local_rank()], *nothing[1:]],
             nothing if full is None else sizes,
-            self._group,
+            self._mesh.get_group(),
         )
         if not direct:
             out.copy_(received)

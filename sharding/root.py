@@ -193,8 +193,8 @@ class RootContext:
                 bucket.reshard()
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether no bucket enters forward after this one, as far as the last iteration tells."""
-        return bool(self._previous_order) and self._previous_order[-1] is bucket
+        """Whether backward needs this one first, as far as the last iteration tells."""
+        return self._in_forward and self._previous_order[-1:] == [bucket]
 
     def entered(self, bucket: Bucket) -> None:
         """Records the order of execution and starts the gather of the bucket that comes next."""

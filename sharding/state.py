@@ -160,12 +160,13 @@ class ModuleState:
         is_first = not self._running
         if is_first:
             self._running = set(self.modules)
-        self.bucket.wait_for_unshard()
-        if not recompute:
+        self.bucket.unshard()
+        if not recompute:  # the next gather is posted before this one is waited for
             context.entered(self.bucket)
             for state in self.forward_prefetch:
                 if state.bucket is not None:
                     state.bucket.unshard()
+        self.bucket.wait_for_unshard()
         # Backward leaves the modules of a call in reverse order: the first one's inputs end it.
         return self._watch_inputs(args, kwargs) if is_first else (args, kwargs)
 
@@ -248,11 +249,12 @@ class ModuleState:
         context.creates_graph |= torch.is_grad_enabled()
         self.in_backward = True
         if self.bucket is not None:
-            self.bucket.wait_for_unshard()
+            self.bucket.unshard()
             context.backward_reached(self.bucket)
             for state in self.backward_prefetch:
                 if state.bucket is not None:
                     state.bucket.unshard()
+            self.bucket.wait_for_unshard()
         return grad
 
     def reset(self) -> None:

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from misuse import Misuse, Scene
-from small_models import Small, loss_of, shard
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -15,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vfsdp_optim
 from sharding import FullMatrix, MixedPrecisionPolicy, fully_shard
+from small_models import Small, loss_of, shard
 
 
 def tie_blocks(s: Scene) -> None:
@@ -86,8 +86,13 @@ def add_adapter(s: Scene) -> None:
     s.model.blocks[0].up.adapter = nn.Parameter(torch.zeros(3))
 
 
+def run(s: Scene) -> None:
+    with torch.no_grad():
+        loss_of(s.model, 1)
+
+
 def second_root(s: Scene) -> None:
-    loss_of(s.model, 1)
+    run(s)
     s.plain.blocks[0] = s.model.blocks[0]
     shard_rest(s.plain)
 
@@ -342,7 +347,7 @@ MISUSES_OF_SHARDING = [
         lambda s: s.model.blocks[0].reset_iter_state(),
         RuntimeError,
         ("Block", "on the root, Small"),
-        before=lambda s: loss_of(s.model, 1),
+        before=run,
     ),
     Misuse(
         "deepcopy_of_a_module",

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from misuse import Misuse, Scene
-from small_models import loss_of, shard
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -11,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import vfsdp_optim
 from sharding import RaggedDTensor, RaggedShard
 from sharding.loading import load_full_state_dict
+from small_models import loss_of, shard
 
 
 def shard_late(s: Scene) -> None:
@@ -68,10 +68,15 @@ def foreign_parameter() -> nn.Parameter:
     return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
 
 
-def clip_with_a_foreign_tensor(s: Scene) -> None:
-    foreign = foreign_parameter()
-    s.head.grad, foreign.grad = torch.zeros_like(s.head), foreign.detach().clone()
-    nn.utils.clip_grad_norm_([s.head, foreign], 1.0)
+def set_gradients_of_zeros(s: Scene) -> None:
+    for p in s.model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+def clip_with_foreign_tensors(s: Scene) -> None:
+    foreign, plain = foreign_parameter(), nn.Parameter(torch.ones(3))
+    foreign.grad, plain.grad = foreign.detach().clone(), torch.ones(3)
+    nn.utils.clip_grad_norm_([*s.model.parameters(), foreign, plain], 1.0)
 
 
 def keep_graph_of_gradients(s: Scene) -> None:
@@ -279,10 +284,11 @@ MISUSES_OF_TRAINING = [
         (".weight", "torch.autograd.grad"),
     ),
     Misuse(
-        "clipping_with_a_foreign_tensor",
-        clip_with_a_foreign_tensor,
+        "clipping_with_foreign_and_plain_tensors",
+        clip_with_foreign_tensors,
         RuntimeError,
         ("mixed torch.Tensor and DTensor",),
+        before=set_gradients_of_zeros,
     ),
     # -- checkpoints
     Misuse(

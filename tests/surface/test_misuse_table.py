@@ -49,7 +49,8 @@ def facts_of(scene: Scene) -> dict[str, object]:
             for name, p in module._parameters.items():
                 facts[f"parameter {which}.{path}.{name}"] = p
                 facts[f"values of {which}.{path}.{name}"] = local(p) if p is not None else None
-                facts[f"gradient of {which}.{path}.{name}"] = p is not None and p.grad is not None
+                grad = None if p is None else p.grad
+                facts[f"gradient of {which}.{path}.{name}"] = None if grad is None else local(grad)
     for which, optimizer in (("optimizer", scene.optimizer), ("other", scene.other)):
         for g, group in enumerate(optimizer.param_groups):
             facts[f"group {g} of {which}"] = [id(p) for p in group["params"]]
@@ -100,6 +101,7 @@ def try_misuses(names: list[str]) -> list[Report]:
             error: Exception | None = None
         except Exception as raised:
             error = raised
+        scene.model.reset_iter_state()  # what is documented for exceptions in backward
         after = facts_of(scene)
         changed = [fact for fact in before if not is_same(before[fact], after.get(fact))]
         changed += sorted(after.keys() - before.keys())

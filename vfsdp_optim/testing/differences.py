@@ -156,19 +156,26 @@ def _compare(
     if len(held) < world_size:
         missing = sorted(set(range(world_size)) - {rank for rank, _ in held})
         return [f"it exists in the unsharded run and not on {_ranks(missing)}"]
+    covered = 0
+    for _, piece in sorted(held, key=lambda item: item[1].start):
+        if piece.start > covered:
+            break
+        covered = max(covered, piece.stop)
+    if covered < full.values.numel() and all(piece.shape == full.shape for _, piece in held):
+        return [f"no rank holds element {covered} of {full.values.numel()}"]
+    return compare_pieces(held, full, tolerance)
+
+
+def compare_pieces(
+    held: Sequence[tuple[int, Piece]], full: Piece, tolerance: Tolerance
+) -> list[str]:
+    """Return how the pieces of some ranks differ from the full tensor; [] if they do not."""
     for rank, piece in held:
         if piece.values.dtype != full.values.dtype or piece.shape != full.shape:
             return [
                 f"sharded    {_kind(piece)} on rank {rank}{_cut(piece)}",
                 f"unsharded  {_kind(full)}",
             ]
-    covered = 0
-    for _, piece in sorted(held, key=lambda item: item[1].start):
-        if piece.start > covered:
-            break
-        covered = max(covered, piece.stop)
-    if covered < full.values.numel():
-        return [f"no rank holds element {covered} of {full.values.numel()}"]
     wrong = []
     for rank, piece in held:
         expected = full.values[piece.start : piece.stop]

@@ -92,25 +92,38 @@ class Record:
 def observe(
     record: Record, moment: int, params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Append what this rank holds of all parameters and their states."""
-    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    """Append what this rank holds of all parameters and their states, and of their padding."""
     buffers: dict[str, list[tuple[str, RaggedDTensor]]] = {}
-    for name, param in params.items():
-        tensors: dict[str, Any] = {PARAM: param.detach()}
-        if id(param) in known and param in optimizer.state:
-            tensors.update(optimizer.state[param])
-        for key, value in tensors.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                value = torch.tensor(value, dtype=torch.float64)
-            if not isinstance(value, Tensor):
-                continue
-            local, start, shape, layout = local_piece(value, param)
-            values = local.detach().cpu().reshape(-1).clone()
-            record.pieces.append(Piece(moment, name, key, shape, start, values, layout))
-            if isinstance(value, RaggedDTensor):
-                buffers.setdefault(key, []).append((name, value))
+    for name, key, value, param in held_tensors(params, optimizer):
+        record.pieces.append(piece_of(moment, name, key, value, param))
+        if isinstance(value, RaggedDTensor):
+            buffers.setdefault(key, []).append((name, value))
     for key, held in buffers.items():
         record.padding.extend(_nonzero_padding(moment, key, held))
+
+
+def held_tensors(
+    params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, Tensor, nn.Parameter]]:
+    """Yield (name, key, value, parameter) of all parameters and of the states that are tensors or
+    numbers."""
+    known = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    states = optimizer.state  # a property that checks all parameters, with some optimizers
+    for name, param in params.items():
+        yield name, PARAM, param.detach(), param
+        of_param = states[param] if id(param) in known and param in states else {}
+        for key, value in of_param.items():
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                value = torch.tensor(value, dtype=torch.float64)
+            if isinstance(value, Tensor):
+                yield name, key, value, param
+
+
+def piece_of(moment: int, name: str, key: str, value: Tensor, param: Tensor) -> Piece:
+    """Return what this rank holds of a parameter or state, copied to the CPU."""
+    local, start, shape, layout = local_piece(value, param)
+    values = local.detach().cpu().reshape(-1).clone()
+    return Piece(moment, name, key, shape, start, values, layout)
 
 
 def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, ...], str]:

@@ -1,0 +1,335 @@
+"""Optimizers with one planted fault each: right on full tensors, wrong on shards.
+
+Each has the shape of a fault that was shipped somewhere or nearly was. `make_mutant` makes one.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.ragged_tensor import RaggedDTensor
+from sharding.structure import Elementwise, Structure
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import Algorithm, Scratch
+from vfsdp_optim.matrices import ShardedMatrices
+from vfsdp_optim.muon import MuonAlgorithm
+from vfsdp_optim.newton_schulz import orthogonalize
+from vfsdp_optim.nonfinite import Skip
+from vfsdp_optim.optimizer import StructuredOptimizer
+from vfsdp_optim.runs import Run
+
+
+def make_groups(module: nn.Module) -> list[dict[str, Any]]:
+    """Matrices to Muon, the rest to AdamW."""
+    groups: dict[str, list[Any]] = {"muon": [], "adamw": []}
+    for name, param in module.named_parameters():
+        groups["muon" if param.dim() == 2 else "adamw"].append((name, param))
+    options = dict(lr=0.1, weight_decay=0.5)
+    return [{"params": p, "algorithm": a, **options} for a, p in groups.items() if p]
+
+
+MUTANTS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {}
+
+
+def make_mutant(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """Build the optimizer with the fault `name`."""
+    return MUTANTS[name](module)
+
+
+def plant(cls: type) -> type:
+    """Register a mutant: an optimizer, or an algorithm in the place of the one it derives from."""
+
+    def make(module: nn.Module) -> torch.optim.Optimizer:
+        kind = cls if issubclass(cls, StructuredOptimizer) else StructuredOptimizer
+        algorithms: list[Algorithm] = [MuonAlgorithm(), AdamWAlgorithm()]
+        if issubclass(cls, Algorithm):
+            algorithms = [cls() if isinstance(cls(), type(a)) else a for a in algorithms]
+        return kind(make_groups(module), *algorithms, **getattr(cls, "options", {}))
+
+    MUTANTS[cls.__name__] = make
+    return cls
+
+
+# -------------------------------------------------------------------- Muon's arithmetic
+
+
+@plant
+class NewtonSchulzOnTheLocalShard(MuonAlgorithm):
+    """Each rank orthogonalizes the rows it holds: DeepSpeed#7807, Moonlight#27."""
+
+    def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
+        return Elementwise()
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        super().update_run(group, run, scratch)
+        for member in run.members:
+            cols = member.param.shape[1]
+            start = member.start - run.members[0].start
+            rows = slice(start, start + member.numel // cols * cols)
+            update = orthogonalize(run.states["momentum_buffer"][rows].view(-1, cols))
+            run.param[rows].sub_(update.reshape(-1), alpha=group["lr"])
+
+
+@plant
+class ScaleFromTheLocalShape(MuonAlgorithm):
+    """lr * sqrt(rows / cols) with the rows of a shard: Muon on FSDP1 with flattened shards."""
+
+    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
+        return super().factor(group, -(-rows // dist.get_world_size()), cols)
+
+
+@plant
+class MomentumNormalisedInPlace(MuonAlgorithm):
+    """The input of Newton-Schulz is divided by its norm in the memory of the momentum:
+    pytorch#190597; here by the norm of the piece."""
+
+    def write_input(self, group, grad: Tensor, states: dict[str, Tensor], out: Tensor) -> None:
+        buffer = states["momentum_buffer"]
+        buffer.div_(buffer.norm().clamp(min=1e-7))
+        out.copy_(buffer)
+
+
+@plant
+class DecayOncePerParameterOfTheRun(MuonAlgorithm):
+    """Weight decay is applied to the whole run for each parameter in it."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        super().update_run(group, run, scratch)
+        for _ in run.members[1:]:
+            run.param.mul_(1 - group["lr"] * group["weight_decay"])
+
+
+@plant
+class QuantizationBlocksFromTheShardsStart(MuonAlgorithm):
+    """Momentum is rounded in blocks of 64 that are counted from where the shard starts."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        super().update_run(group, run, scratch)
+        for block in run.states["momentum_buffer"].split(64):
+            scale = block.abs().max().clamp(min=1e-20) / 127
+            block.copy_((block / scale).round() * scale)
+
+
+# -------------------------------------------------------------------- Muon's exchange
+
+
+class MutantMatrices(StructuredOptimizer):
+    """Puts `matrices` in the place of the part that exchanges matrices."""
+
+    matrices: type[ShardedMatrices]
+
+    def _current_matrices(self, layout: Any) -> Any:
+        parts = super()._current_matrices(layout)
+        for part in parts:
+            if isinstance(part, ShardedMatrices):
+                part.__class__ = self.matrices
+        return parts
+
+
+class _Forgets(ShardedMatrices):
+    def _compute(self, unit: int, grads: Any) -> None:
+        if unit != max(max(wave) for wave in self.plan.waves):
+            super()._compute(unit, grads)
+
+
+@plant
+class OwnerForgetsOneMatrix(MutantMatrices):
+    """The last owned matrix returns as it came."""
+
+    matrices = _Forgets
+
+
+class _Reversed(ShardedMatrices):
+    def _compute(self, unit: int, grads: Any) -> None:
+        job = self._jobs[unit]
+        if grads[job.member.number] is None:
+            return
+        parts = [part for _, part in self._exchange.parts(unit)]
+        update = job.update(torch.cat(parts[::-1]))
+        for part, new in zip(parts, update.split([p.numel() for p in parts]), strict=True):
+            part.copy_(new)
+
+
+@plant
+class PiecesInTheOrderOfArrival(MutantMatrices):
+    """The owner puts the pieces of a matrix together in another order than they are cut."""
+
+    matrices = _Reversed
+
+
+class _Stale(ShardedMatrices):
+    def step(self, grads: Any, skip: Skip = False) -> None:
+        last = getattr(self, "last", grads)
+        self.last = [None if grad is None else grad.clone() for grad in grads]
+        use = [old if new is not None and old is not None else new
+               for old, new in zip(last, grads, strict=True)]  # fmt: skip
+        super().step(use, skip)
+
+
+@plant
+class GradientsOfTheStepBefore(MutantMatrices):
+    """The buffers of the exchange are filled one step too early."""
+
+    matrices = _Stale
+
+
+class _KeepsOwnPart(ShardedMatrices):
+    def _apply(self, wave: int, grads: Any, skip: Skip) -> None:
+        self._exchange.wait_return(wave)
+        mine = set(self._exchange.owned_units(wave))
+        for unit in self._exchange.held_units(wave):
+            job = self._jobs[unit]
+            if unit not in mine and grads[job.member.number] is not None:
+                job.apply(job.member.open(), self._exchange.piece(unit), skip)
+
+
+@plant
+class OwnerDoesNotUpdateItsOwnPiece(MutantMatrices):
+    """What an owner holds itself of a matrix is left as it was."""
+
+    matrices = _KeepsOwnPart
+
+
+# -------------------------------------------------------------------- AdamW's arithmetic
+
+
+@plant
+class StepPerRun(AdamWAlgorithm):
+    """Steps are counted by calls of the update, and there is one for each run, not parameter."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        self.count = getattr(self, "count", 0) + 1
+        kept = Run(run.group, run.members, run.param, run.grad, run.states, run.gaps, self.count)
+        super().update_run(group, kept, scratch)
+
+
+@plant
+class DividedByTheLocalMean(AdamWAlgorithm):
+    """The gradient is scaled by the root mean square of what this rank holds of it: the wrong
+    divisor of relative-step optimizers such as Adafactor."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        for member in run.members:
+            start = member.start - run.members[0].start
+            piece = run.grad[start : start + member.numel]
+            piece.div_(piece.square().mean().sqrt().clamp(min=1e-3))
+        super().update_run(group, run, scratch)
+
+
+@plant
+class TrustRatioOfTheShard(AdamWAlgorithm):
+    """LAMB's ratio of norms, of the pieces on one rank."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        ratio = run.param.norm() / run.grad.norm().clamp(min=1e-6)
+        run.grad.mul_(ratio.clamp(0.1, 10))
+        super().update_run(group, run, scratch)
+
+
+@plant
+class FusedKernelOnOddCuts(AdamWAlgorithm):
+    """torch's fused AdamW rounds otherwise in the last elements of a tensor than inside."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        beta1, beta2 = group["betas"]
+        torch._fused_adamw_(
+            [run.param], [run.grad], [run.states["exp_avg"]], [run.states["exp_avg_sq"]], [],
+            [torch.tensor(run.step)], lr=group["lr"], beta1=beta1, beta2=beta2,
+            weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
+        )  # fmt: skip
+
+
+@plant
+class PaddingNotZero(AdamWAlgorithm):
+    """A floor under the second moment is written to the padding too."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        super().update_run(group, run, scratch)
+        run.states["exp_avg_sq"].clamp_(min=1e-12)
+
+
+@plant
+class NoiseOfTheRank(AdamWAlgorithm):
+    """Stochastic rounding draws from a generator that each rank seeds for itself."""
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        super().update_run(group, run, scratch)
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        run.param.add_(torch.rand(run.param.shape, generator=generator), alpha=1e-6)
+        run.clear_gaps()
+
+
+# -------------------------------------------------------------------- decisions and lifecycles
+
+
+@plant
+class SkipOnOneRank(StructuredOptimizer):
+    """Only the rank that has the infinite gradient leaves the step out: pytorch's GradScaler on
+    shards before found_inf was reduced."""
+
+    options = dict(on_nonfinite="skip")
+
+    def _decide(self, layout: Any, grads: Any) -> Skip:
+        steps = layout.steps.tolist()
+        pieces = (piece for span in layout.spans for piece in span.gradients(grads, steps))
+        return self._nonfinite.decide(pieces, [])
+
+
+@plant
+class MissingGradientIsZero(StructuredOptimizer):
+    """The reduced buffer has zeros where a parameter had no gradient; decay and momentum go on."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None and param.requires_grad and isinstance(param, RaggedDTensor):
+                    param.grad = torch.zeros_like(param)
+        return super().step(closure)
+
+
+class LoadsWrongly(StructuredOptimizer):
+    """Changes a checkpoint before it is loaded."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        state = {
+            index: {key: self.changed(key, value) for key, value in of_param.items()}
+            for index, of_param in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+
+    def changed(self, key: str, value: Any) -> Any:
+        """Return the wrong value."""
+        raise NotImplementedError
+
+
+@plant
+class StateByPosition(LoadsWrongly):
+    """A piece takes the elements of the saved state that lie one further."""
+
+    def changed(self, key: str, value: Any) -> Any:
+        if not isinstance(value, RaggedDTensor):
+            return value
+        local = value.to_local().roll(1)
+        return RaggedDTensor.from_local(local, value.device_mesh, value.placement, value.shape)
+
+
+@plant
+class StepCountStartsAgain(LoadsWrongly):
+    """Bias correction begins at 1 after a load."""
+
+    def changed(self, key: str, value: Any) -> Any:
+        return torch.zeros(()) if key == "step" else value
+
+
+@plant
+class LearningRateOfTheConstructor(StructuredOptimizer):
+    """A loaded optimizer keeps the learning rate it was built with."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        rates = [group["lr"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            group["lr"] = rate

@@ -1,0 +1,404 @@
+"""Checks and measures optimizers on the machine it is started on; exit code 1 on a difference.
+
+    torchrun --nproc-per-node 2 -m vfsdp_optim.testing.verify
+
+Exactness, plan, bytes on the wire, time and memory of a step, beside torch's FSDP2, with the real
+backend on the real devices. Every rank also holds the unsharded model and its states.
+
+With a model and an optimizer of one's own:
+
+    torchrun ... -m vfsdp_optim.testing.verify --model package.module:make --optimizer other:make
+
+The first returns `(model, loss)`, the same weights on every rank and `loss(model)` of this rank's
+batch; the second is `module -> optimizer`, called on sharded modules and on an unsharded one.
+"""
+
+import argparse
+import hashlib
+import importlib
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from sharding.report import layout as layout_of
+from sharding.report import render_table
+from vfsdp_optim.adamw import AdamW
+from vfsdp_optim.groups import param_groups
+from vfsdp_optim.muon import Muon
+from vfsdp_optim.testing.differences import Difference, Tolerance, compare_pieces
+from vfsdp_optim.testing.programs import Step
+from vfsdp_optim.testing.records import held_tensors, piece_of
+from vfsdp_optim.testing.shardings import MakeOptimizer, shard_model
+from vfsdp_optim.testing.trial import Subject, Trial
+from vfsdp_optim.testing.wire import wire_bytes
+
+Loss = Callable[[nn.Module], Tensor]
+MakeModelAndLoss = Callable[[], tuple[nn.Module, Loss]]
+
+
+class Residual(nn.Module):
+    """A gated MLP around a skip connection."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.gate, self.up = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, 3 * width)
+        self.down = nn.Linear(3 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, width) -> (B, width)."""
+        y = self.norm(x)
+        return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
+
+
+def default_model() -> tuple[nn.Module, Loss]:
+    """Return a model of blocks with odd sizes, and its loss on random numbers."""
+    width = 488 if torch.cuda.is_available() else 72
+    blocks = (Residual(width) for _ in range(4))
+    model = nn.Sequential(nn.Linear(24, width), *blocks, nn.Linear(width, 7))
+    rank = dist.get_rank()
+    x = torch.randn(32, 24, generator=torch.Generator().manual_seed(rank))
+
+    def loss(model: nn.Module) -> Tensor:
+        return model(x.to(next(model.parameters()).device)).square().mean()
+
+    return model, loss
+
+
+class _MuonAndAdamW:
+    """torch.optim.Muon for the matrices, torch.optim.AdamW for the rest, as users combine them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        routes = {id(p): g["algorithm"] for g in param_groups(module) for _, p in g["params"]}
+        params = list(module.parameters())
+        self._parts: list[torch.optim.Optimizer] = [
+            torch.optim.Muon([p for p in params if routes[id(p)] == "muon"], lr=0.02),
+            torch.optim.AdamW([p for p in params if routes[id(p)] == "adamw"], foreach=True),
+        ]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return [group for part in self._parts for group in part.param_groups]
+
+    @property
+    def state(self) -> dict[Tensor, Any]:
+        return {param: state for part in self._parts for param, state in part.state.items()}
+
+    def step(self) -> None:
+        for part in self._parts:
+            part.step()
+
+    def zero_grad(self) -> None:
+        for part in self._parts:
+            part.zero_grad()
+
+
+def _adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return AdamW(module.named_parameters(), lr=1e-3)
+
+
+def _muon(module: nn.Module) -> torch.optim.Optimizer:
+    return Muon(param_groups(module, adamw=dict(lr=1e-3)), lr=0.02)
+
+
+def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
+
+
+# name -> (on our shards, on torch's FSDP2)
+OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
+    "adamw": (_adamw, _torch_adamw),
+    "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What was found out about one optimizer in one layout.
+
+    Attributes:
+        optimizer: name of its class.
+        layout: "ours" or "fsdp2".
+        difference: the first on this rank; empty if there is none.
+        plan: hash of what every rank must agree on; empty if there is no plan.
+        wire: bytes that this rank sends in one step.
+        step: seconds of a training step, the median over steps, the slowest rank.
+        update: seconds of the optimizer's part of it.
+        held: bytes of parameters and states on this rank.
+        peak: bytes of device memory at most; 0 where the device does not tell.
+        unsupported: why there is no such row.
+    """
+
+    optimizer: str
+    layout: str
+    difference: str = ""
+    plan: str = ""
+    wire: float = 0.0
+    step: float = 0.0
+    update: float = 0.0
+    held: int = 0
+    peak: int = 0
+    unsupported: str = ""
+
+
+def examine(
+    make_model: MakeModelAndLoss,
+    make_optimizer: MakeOptimizer,
+    layout: str,
+    *,
+    device: torch.device,
+    steps: int,
+    rounds: int,
+) -> Row:
+    """Check one optimizer in one layout and measure its steps; on every rank."""
+
+    def fresh() -> nn.Module:
+        torch.manual_seed(0)
+        return make_model()[0].to(device)
+
+    try:
+        difference, name = first_local_difference(Subject(fresh, make_optimizer), layout, steps)
+    except NotImplementedError as error:
+        return Row("", layout, unsupported=str(error))
+    model, loss = fresh(), make_model()[1]
+    optimizer = shard_model(model, layout, make_optimizer)
+
+    def train() -> float:
+        loss(model).backward()
+        start = _now(device)
+        optimizer.step()
+        update = _now(device) - start
+        optimizer.zero_grad()
+        return update
+
+    train()  # allocates and plans
+    sent, unknown = wire_bytes(train, dist.get_rank(), dist.get_world_size())
+    if unknown and dist.get_rank() == 0:
+        print(f"not counted in wire: {', '.join(unknown)}", file=sys.stderr)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    times = [_timed(train, device) for _ in range(rounds)]
+    held = [value for _, _, value, _ in held_tensors(dict(model.named_parameters()), optimizer)]
+    return Row(
+        name,
+        layout,
+        difference,
+        _plan_hash(model, optimizer) if layout == "ours" else "",
+        sent,
+        statistics.median(step for step, _ in times),
+        statistics.median(update for _, update in times),
+        sum(x.numel() * x.element_size() for x in map(_local, held)),
+        torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+    )
+
+
+def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[str, str]:
+    """Return the first difference to the unsharded run on this rank, and the optimizer's name.
+
+    Both runs are in this process: no tensor but the one that is compared leaves its device.
+    """
+    sharded, plain = Trial(subject, layout), Trial(subject, None)
+    name = type(plain.optimizer).__name__.removeprefix("_")
+    rank = dist.get_rank()
+    found = ""
+    for step in range(1, steps + 1):
+        for trial in (sharded, plain):
+            trial.do(Step(seed=step))
+        expected = {
+            (name, key): (value, param)
+            for name, key, value, param in held_tensors(plain.params, plain.optimizer)
+        }
+        for name_, key, value, param in held_tensors(sharded.params, sharded.optimizer):
+            if found:
+                break
+            if (name_, key) not in expected:
+                what = ["it does not exist in the unsharded run"]
+            else:
+                full = piece_of(step, name_, key, *expected.pop((name_, key)))
+                piece = piece_of(step, name_, key, value, param)
+                what = compare_pieces([(rank, piece)], full, Tolerance())
+            if what:
+                found = str(Difference(f"step {step}", name_, key, tuple(what)))
+        if expected and not found:
+            (name_, key), _ = expected.popitem()
+            found = str(Difference(f"step {step}", name_, key, ("it does not exist on shards",)))
+    return found, name
+
+
+def _local(x: Tensor) -> Tensor:
+    return x._local_tensor if hasattr(x, "_local_tensor") else x
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _timed(train: Callable[[], float], device: torch.device) -> tuple[float, float]:
+    """Return seconds of a step and of the update in it, of the slowest rank."""
+    dist.barrier()
+    start = _now(device)
+    update = train()
+    seconds = torch.tensor([_now(device) - start, update], device=device)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    return float(seconds[0]), float(seconds[1])
+
+
+def _plan_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    plan = getattr(optimizer, "plan", None)
+    text = layout_of(model).to_json() + (str(plan()) if callable(plan) else "")
+    return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
+
+
+def table(rows: Sequence[Sequence[Row]]) -> str:
+    """Return the rows of all ranks, a list for each rank, as one table."""
+    headers = [
+        "optimizer", "layout", "equals unsharded", "plan", "sent MB/step", "ms/step",
+        "ms/update", "held MB", "peak MB",
+    ]  # fmt: skip
+    lines = []
+    for of_ranks in zip(*rows, strict=True):
+        first = of_ranks[0]
+        if first.unsupported:
+            lines.append([first.optimizer or "-", first.layout, "not supported", *["-"] * 6])
+            continue
+        exact = not any(row.difference for row in of_ranks)
+        plans = {row.plan for row in of_ranks}
+        lines.append(
+            [
+                first.optimizer,
+                first.layout,
+                "yes" if exact else "no",
+                first.plan if len(plans) == 1 else "differs",
+                f"{max(row.wire for row in of_ranks) / 1e6:.3f}",
+                f"{first.step * 1e3:.2f}",
+                f"{first.update * 1e3:.2f}",
+                f"{max(row.held for row in of_ranks) / 1e6:.2f}",
+                f"{max(row.peak for row in of_ranks) / 1e6:.1f}" if first.peak else "-",
+            ]
+        )
+    accelerator = torch.accelerator.current_accelerator()
+    device = "cpu" if accelerator is None else torch.cuda.get_device_name()
+    title = f"{len(rows)} ranks, {dist.get_backend()}, {device}, torch {torch.__version__}"
+    return render_table(title, headers, lines, left=2)
+
+
+def failures(rows: Sequence[Sequence[Row]]) -> list[str]:
+    """Return what must not be: differences on our shards, plans that ranks do not share."""
+    found = []
+    for of_ranks in zip(*rows, strict=True):
+        first = of_ranks[0]
+        if first.layout != "ours":
+            continue
+        if first.unsupported:
+            found.append(f"our shards are not supported: {first.unsupported}")
+        if len({row.plan for row in of_ranks}) > 1:
+            found.append(f"{first.optimizer}: the plans of the ranks differ")
+        different = [(rank, row.difference) for rank, row in enumerate(of_ranks) if row.difference]
+        if different:
+            rank, text = different[0]
+            found.append(f"{first.optimizer} on our shards, seen by rank {rank}:\n{text}")
+    return found
+
+
+def notes(rows: Sequence[Sequence[Row]]) -> list[str]:
+    """Return what is good to know about other shards."""
+    found = []
+    for of_ranks in zip(*rows, strict=True):
+        if of_ranks[0].layout == "ours":
+            continue
+        if of_ranks[0].unsupported:
+            found.append(f"fsdp2: {of_ranks[0].unsupported}")
+        text = next((row.difference for row in of_ranks if row.difference), "")
+        if text:
+            found.append(f"{of_ranks[0].optimizer} on FSDP2, for comparison:\n{text}")
+    return found
+
+
+def load(path: str) -> Any:
+    """Return what `module:name` names; the working directory is searched too.
+
+    Raises:
+        SystemExit: it is no such text, or there is no such module or name.
+    """
+    module, separator, name = path.partition(":")
+    if not separator:
+        raise SystemExit(f"expected module:function, got {path!r}")
+    sys.path.insert(0, os.getcwd())
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise SystemExit(f"{path!r}: {error}") from error
+
+
+def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Return the command line."""
+    parser = argparse.ArgumentParser(
+        prog="torchrun ... -m vfsdp_optim.testing.verify",
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument(
+        "--model", metavar="MODULE:FUNCTION", help="returns (model, loss); default: a small one"
+    )
+    parser.add_argument(
+        "--optimizer",
+        nargs="+",
+        default=list(OPTIMIZERS),
+        metavar="NAME",
+        help=f"{', '.join(OPTIMIZERS)}, or MODULE:FUNCTION (default: all)",
+    )
+    parser.add_argument("--steps", type=int, default=3, help="steps that are compared")
+    parser.add_argument("--rounds", type=int, default=10, help="steps that are timed")
+    parser.add_argument("--backend", help="of the process group (default: nccl, or gloo on CPUs)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run on every rank; return the exit code."""
+    arguments = parse_arguments(argv)
+    if not dist.is_torchelastic_launched():
+        print(f"start it with torchrun:\n{(__doc__ or '').splitlines()[2]}", file=sys.stderr)
+        return 2
+    on_cuda = torch.cuda.is_available()
+    device = torch.device("cpu")
+    if on_cuda:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group(arguments.backend or ("nccl" if on_cuda else "gloo"))
+    make_model = load(arguments.model) if arguments.model else default_model
+    mine: list[Row] = []
+    for name in arguments.optimizer:
+        ours, theirs = OPTIMIZERS.get(name) or (load(name), load(name))
+        for layout, make in (("ours", ours), ("fsdp2", theirs)):
+            mine.append(
+                examine(
+                    make_model,
+                    make,
+                    layout,
+                    device=device,
+                    steps=arguments.steps,
+                    rounds=arguments.rounds,
+                )
+            )
+    rows: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(rows, mine)
+    wrong = failures(rows)
+    if dist.get_rank() == 0:
+        print(table(rows))
+        print("\n\n".join([*notes(rows), *wrong]))
+        print("DIFFERENT" if wrong else "equal, bit by bit")
+    dist.destroy_process_group()
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
