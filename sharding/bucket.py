@@ -50,6 +50,21 @@ class _Reduction:
     means: list[PendingMean | None]  # None where a segment has no trainable parameter
     borrowed: list[list[Tensor]]
     seen: set[int]
+    order: int
+
+
+class GatherOrder:
+    """A number that depends on the order in which this rank gathered buckets so far.
+
+    Below 256, so that bfloat16 holds it exactly.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def record(self, tag: int) -> None:
+        """Notes that the bucket of this tag was gathered."""
+        self.value = (self.value * 31 + tag) % 251
 
 
 class Bucket:
@@ -83,13 +98,13 @@ class Bucket:
         self.unsharded_by_hand = False  # and not used in a forward since
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
-        self.grad_ready: Callable[[Bucket], None] | None = None  # called after every gradient
+        self.grad_arrived: Callable[[], None] | None = None  # called after every gradient
+        self.gather_order = GatherOrder()  # one for all buckets of a root
         self.buffers = [
             self._make_buffer(segment, getattr(torch, dtype), device)
             for segment, dtype in enumerate(plan.dtypes)
         ]
-        # Two tags a segment: one for the gather, one for the reduction.
-        self._tags = [(next_tag(self.group), next_tag(self.group)) for _ in self.buffers]
+        self._tags = [next_tag(self.group) for _ in self.buffers]
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
@@ -99,7 +114,6 @@ class Bucket:
             for segment in range(len(self.buffers))
         ]
         self._trainable: set[int] = set()  # as of the last unshard
-        self._arrived: set[int] = set()  # gradients of this backward
         self._seen: set[int] = set()  # gradients since the last reduction
         self._reduction: _Reduction | None = None
 
@@ -252,7 +266,8 @@ class Bucket:
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
         announce(f"gather of bucket {self.name!r}", self.group)
-        for buffer, (tag, _) in zip(self.buffers, self._tags, strict=True):
+        for buffer, tag in zip(self.buffers, self._tags, strict=True):
+            self.gather_order.record(tag)
             buffer.allocate_unsharded()
             self._gathers.append(self.transport.all_gather_(buffer.unsharded, tag))
         self.state = ShardedState.IN_FLIGHT
@@ -305,20 +320,14 @@ class Bucket:
         """Whether a gradient arrived that no reduction has taken yet."""
         return bool(self._seen)
 
-    @property
-    def all_gradients_arrived(self) -> bool:
-        """Whether every trainable parameter got its gradient in this backward."""
-        return len(self._arrived) == len(self._trainable)
-
     def begin_backward(self) -> None:
-        """Forgets which gradients arrived in earlier backwards; their values stay in the slots.
+        """Checks what the reduction will add to.
 
         Raises:
             TypeError: A gradient that the user set is not laid out as its parameter.
         """
         for parameter in self.parameters:
             parameter.check_user_grad()
-        self._arrived.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the sharded gradients, which users see; not what waits for a reduction."""
@@ -341,7 +350,6 @@ class Bucket:
             parameter.unsharded.grad = None
         for buffer in self.buffers:
             self.workspace.give_back(buffer.release_slots())
-        self._arrived.clear()
         self._seen.clear()
 
     def set_workspace(self, workspace: Workspace) -> None:
@@ -378,13 +386,15 @@ class Bucket:
             buffer.borrow_grad_slots(self.workspace)
         buffer.write_grad(parameter.index, grad, accumulate=i in self._seen)
         self._seen.add(i)
-        self._arrived.add(i)
-        if self.grad_ready is not None:
-            self.grad_ready(self)
+        if self.grad_arrived is not None:
+            self.grad_arrived()
 
     @torch.no_grad()
-    def reduce_grads(self) -> None:
+    def reduce_grads(self, order: int) -> None:
         """Starts the average of all gradients of the bucket, zeros for those that are missing.
+
+        Args:
+            order: What `gather_order` was when this backward began.
 
         The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
         leave the others waiting (pytorch#158719).
@@ -393,7 +403,7 @@ class Bucket:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         announce(f"reduction of bucket {self.name!r}", self.group)
         means: list[PendingMean | None] = []
-        for segment, (buffer, (_, tag)) in enumerate(zip(self.buffers, self._tags, strict=True)):
+        for segment, buffer in enumerate(self.buffers):
             if self._trainable.isdisjoint(self._members[segment]):
                 means.append(None)
                 continue
@@ -404,16 +414,16 @@ class Bucket:
                     buffer.zero_grad(self.parameters[i].index)
             seen = [self.parameters[i].index for i in self._members[segment] if i in self._seen]
             buffer.mark_seen(seen)
+            buffer.write_order(order)
             slots = buffer.grad_slots
             if slots is None:
                 raise RuntimeError("the gradient slots were just borrowed")
             numel = self.transport.reduce_workspace_numel(buffer.slot_numel)
             received = buffer.borrow_receive(self.workspace, numel)
-            means.append(self.transport.reduce_scatter_(slots.view(-1), received, tag))
+            means.append(self.transport.reduce_scatter_(slots.view(-1), received))
         borrowed = [buffer.release_slots() for buffer in self.buffers]
-        self._reduction = _Reduction(means, borrowed, self._seen)
+        self._reduction = _Reduction(means, borrowed, self._seen, order)
         self._seen = set()
-        self._arrived.clear()
 
     @torch.no_grad()
     def wait_for_reduce(self) -> None:
@@ -423,10 +433,10 @@ class Bucket:
         reduction, self._reduction = self._reduction, None
         for segment, mean in enumerate(reduction.means):
             if mean is not None:
-                self._write_sharded_grads(segment, mean, reduction.seen)
+                self._write_sharded_grads(segment, mean, reduction)
             self.workspace.give_back(reduction.borrowed[segment])
 
-    def _write_sharded_grads(self, segment: int, mean: PendingMean, seen: set[int]) -> None:
+    def _write_sharded_grads(self, segment: int, mean: PendingMean, reduction: _Reduction) -> None:
         buffer = self.buffers[segment]
         members = self._members[segment]
         present = [i for i in members if self.parameters[i].sharded.grad is not None]
@@ -436,18 +446,25 @@ class Bucket:
         what = f"the reduction of bucket {self.name!r}"
         mean.wait_into(reduced, accumulate=bool(present), what=what)
         buffer.zero_grad_padding()
+        if buffer.device.type == "cpu" and buffer.read_order() != reduction.order:
+            raise RuntimeError(
+                f"ranks gathered buckets in different orders before {what}, so they computed with "
+                f"each other's parameters; every rank must run the same modules in the same order "
+                f"(VFSDP_DEBUG=1 names the first difference)"
+            )
         for i in members:
             parameter = self.parameters[i]
             if not parameter.sharded.requires_grad:
                 continue
             # Only a rank that saw no gradient reads the flags: no host sync in the usual step.
-            if i in seen or i in present or buffer.any_rank_saw(parameter.index):
+            if i in reduction.seen or i in present or buffer.any_rank_saw(parameter.index):
                 parameter.sharded.grad = self._sharded_grad(i)
                 for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
                     hook(parameter.sharded)
 
     def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
         """Makes the flat gradient hold exactly the gradients that the user sees."""
+        buffer.clear_order()
         for i in members:
             parameter = self.parameters[i]
             view = buffer.local_grad_view(parameter.index)

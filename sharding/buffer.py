@@ -14,9 +14,10 @@ A segment has up to four flat tensors:
     grad slots  (W, S + F)  reduce dtype     borrowed from the `Workspace` from the first gradient
                                              of a backward until its reduction has finished
 
-F elements at the end of each gradient slot hold the seen-flags: 1 where this rank saw a gradient of
-the parameter. They travel and are averaged with the gradients, so that afterwards every rank can
-tell "zero" from "no rank had one" without a collective of its own.
+F elements at the end of each gradient slot hold the seen-flags, 1 where this rank saw a gradient of
+the parameter, and a number that tells in which order this rank gathered buckets. They travel and
+are averaged with the gradients, so that afterwards every rank can tell "zero" from "no rank had
+one", and that ranks agree, without a collective of its own.
 
 `unsharded` keeps one Storage for ever and only resizes it: tensors that autograd saved (a weight,
 its transpose) alias that Storage, and find the values again after the next unshard.
@@ -124,7 +125,7 @@ class DistributedBuffer:
         self.reduce_dtype = reduce_dtype
         self.device = device
         count = len(plan.tensors)
-        self.flag_numel = -(-count // FLAG_ALIGN) * FLAG_ALIGN
+        self.flag_numel = -(-(count + 1) // FLAG_ALIGN) * FLAG_ALIGN
         self.slot_numel = plan.shard_numel + self.flag_numel
         self.shard = torch.zeros(plan.shard_numel, dtype=dtype, device=device)  # (S,)
         self.shard_grad: Tensor | None = None  # (S + F,)
@@ -252,6 +253,24 @@ class DistributedBuffer:
         else:
             for index in indices:
                 self.grad_slots[:, size + index].fill_(1)
+
+    def write_order(self, value: int) -> None:
+        """Adds a number to every slot that must be the same on all ranks; see `read_order`."""
+        if self.grad_slots is None:
+            raise RuntimeError("the order is written before the gradient slots exist")
+        self.grad_slots[:, self._order_column].fill_(value)
+
+    def clear_order(self) -> None:
+        """Makes room for the next order where gradients are accumulated."""
+        self.reduced()[self._order_column].zero_()
+
+    def read_order(self) -> float:
+        """The average of what ranks gave `write_order`; reads the device."""
+        return float(self.reduced()[self._order_column])
+
+    @property
+    def _order_column(self) -> int:
+        return self.plan.shard_numel + len(self.plan.tensors)
 
     def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         if self.grad_slots is None:

@@ -5,11 +5,15 @@ May touch: torch.distributed. Decides nothing: sizes and tags come from plans. E
 
 [Note: two transports]
 Native (NCCL, and gloo above 16 ranks): the backend's own all-gather and reduce-scatter, in place.
-Pairwise (gloo up to 16 ranks): every pair of ranks exchanges its slots by send and recv straight
-from and into the flat buffers, and sums are taken in rank order in fp32. Over TCP that is about
-three times faster than gloo's all-gather and emulated reduce-scatter, and the sum of an element
-does not depend on where it lies in the buffer. Point-to-point messages match by (peer, tag) in the
-order of posting: one tag per (bucket, verb) keeps buckets apart when two are in flight.
+Pairwise (gloo up to 16 ranks): every pair of ranks exchanges slots straight from and into the flat
+buffers, and sums are taken in rank order in fp32. Over TCP that is about three times faster than
+gloo's all-gather and emulated reduce-scatter, and the sum of an element does not depend on where it
+lies in the buffer. Reductions, and gathers of two ranks, are one all-to-all: gloo runs it on a
+thread of its own, while send and recv copy in the thread that posts them. Gathers of more ranks are
+sends and receives (an all-to-all would need the slot once for each peer), matched by a tag.
+
+Both match collectives by the order of posting: see [Note: order of collectives] in root.py for how
+it is kept, and how a difference is found.
 """
 
 from __future__ import annotations
@@ -90,35 +94,38 @@ class Transport:
         if self.world_size == 1:
             return Pending(())
         slots = buffer.view(self.world_size, -1)
-        if self.pairwise:
-            mine = [slots[self.rank]] * self.world_size
-            return Pending(self._exchange_slots(mine, slots.unbind(0), tag), (buffer,))
-        work = _all_gather_flat(buffer, slots[self.rank], group=self.group, async_op=True)
-        return Pending([work] if work is not None else (), (buffer,))
-
-    def _exchange_slots(
-        self, send: Sequence[Tensor], recv: Sequence[Tensor], tag: int
-    ) -> list[dist.Work]:
-        """Posts a send to and a receive from every other rank, nearest first."""
+        if not self.pairwise:
+            work = _all_gather_flat(buffer, slots[self.rank], group=self.group, async_op=True)
+            return Pending(_posted(work), (buffer,))
+        if self.world_size == 2:
+            return Pending(self._swap(slots[1 - self.rank], slots[self.rank]), (buffer,))
         works = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            works.append(dist.irecv(recv[source], group=self.group, group_src=source, tag=tag))
-            works.append(dist.isend(send[target], group=self.group, group_dst=target, tag=tag))
-        return [work for work in works if work is not None]
+            works += _posted(dist.irecv(slots[source], group=self.group, group_src=source, tag=tag))
+            works += _posted(
+                dist.isend(slots[self.rank], group=self.group, group_dst=target, tag=tag)
+            )
+        return Pending(works, (buffer,))
+
+    def _swap(self, output: Tensor, input: Tensor) -> list[dist.Work]:
+        """Sends `input` to the other of two ranks and receives `output`; nothing goes to itself."""
+        splits = [0, 0]
+        splits[1 - self.rank] = input.numel()
+        work = all_to_all(output, input, splits, splits, self.group, async_op=True)
+        return _posted(work)
 
     def reduce_workspace_numel(self, slot_numel: int) -> int:
         """Elements of the receive buffer of `reduce_scatter_`; 0 where it works in place."""
         return slot_numel * self.world_size if self.pairwise else 0
 
-    def reduce_scatter_(self, buffer: Tensor, workspace: Tensor | None, tag: int) -> PendingMean:
+    def reduce_scatter_(self, buffer: Tensor, workspace: Tensor | None) -> PendingMean:
         """Starts the average over ranks of this rank's slot of `buffer`.
 
         Args:
             buffer: (world_size * slot,), this rank's addends for every rank's slot. Overwritten.
             workspace: (`reduce_workspace_numel(slot)`,) of the same dtype, or `None` if that is 0.
-            tag: Tells concurrent calls apart; the same on all ranks.
         """
         slots = buffer.view(self.world_size, -1)
         if not self.pairwise:
@@ -128,13 +135,17 @@ class Transport:
             work = _reduce_scatter_flat(
                 mine, buffer, op=dist.ReduceOp.AVG, group=self.group, async_op=True
             )
-            works = [work] if work is not None else ()
-            return PendingMean(Pending(works, (buffer,)), [mine], divisor=1)
+            return PendingMean(Pending(_posted(work), (buffer,)), [mine], divisor=1)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         received = list(workspace.view(self.world_size, -1).unbind(0))
-        works = self._exchange_slots(slots.unbind(0), received, tag)
-        received[self.rank] = slots[self.rank]
+        if self.world_size == 2:
+            works = self._swap(received[1 - self.rank], slots[1 - self.rank])
+            received[self.rank] = slots[self.rank]
+        else:
+            splits = [slots.shape[1]] * self.world_size
+            work = all_to_all(workspace, buffer, splits, splits, self.group, async_op=True)
+            works = _posted(work)
         return PendingMean(Pending(works, (buffer, workspace)), received, divisor=self.world_size)
 
 
@@ -178,6 +189,11 @@ class PendingMean:
         for addend in rest:
             total.add_(addend)
         return total
+
+
+def _posted(work: dist.Work | None) -> list[dist.Work]:
+    """The handles to wait for; torch returns `None` for a rank outside of the group."""
+    return [] if work is None else [work]
 
 
 def all_to_all(

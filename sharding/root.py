@@ -4,12 +4,16 @@ May touch: autograd's engine callbacks, buckets. Every decision here depends on 
 execution alone, which is the same on every rank.
 
 [Note: order of collectives]
-Ranks must post collectives in the same order (or, over gloo, wait for them in an order that cannot
-form a cycle). Gathers are posted in the order of execution and of prefetch, and prefetch follows
-the order of the previous iteration. Reductions are posted in the reverse of the forward order: a
-bucket whose gradients are complete waits until all buckets that entered forward after it have
-posted theirs. What is not complete when backward ends (parameters unused on this rank) is posted
-then, in the same order.
+Collectives match by the order in which ranks post them, so every rank posts at the same points of
+the program. Gathers are posted where a module enters forward or backward, and prefetch follows the
+order of the previous iteration. Reductions are posted where backward has left all calls of a module
+(not where the last gradient arrives: a parameter may be unused on some ranks), in the reverse of
+the order in which modules entered forward: a bucket waits until all that entered after it have
+posted theirs. What backward did not leave by then is posted at its end, in the same order.
+
+Ranks that run modules in different orders would swap parameters of equal size unnoticed. So a
+number that follows from the order of all gathers before this backward rides in every reduction
+(`GatherOrder`): a rank whose number is not the average raises before an optimizer sees a gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.bucket import Bucket, ShardedState
+from sharding.bucket import Bucket, GatherOrder, ShardedState
 from sharding.buffer import Workspace
 from sharding.collectives import check_same_on_all_ranks
 from sharding.ragged_tensor import RaggedDTensor
@@ -43,6 +47,10 @@ class State(Protocol):
 
     def begin_forward(self) -> None:
         """Forgets modules that were still to run in the last forward."""
+        ...
+
+    def end_backward(self) -> None:
+        """Forgets which calls of this backward are still open."""
         ...
 
     def reset(self) -> None:
@@ -74,6 +82,9 @@ class RootContext:
         self._unreduced: list[Bucket] = []  # ran forward under autograd since their last reduction
         self._to_reduce: list[Bucket] = []  # of this backward; see [Note: order of collectives]
         self._in_flight: list[Bucket] = []
+        self._left: set[Bucket] = set()  # whose modules this backward has been through
+        self.gather_order = GatherOrder()
+        self._order_before_backward = 0
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -199,12 +210,13 @@ class RootContext:
     def entered(self, bucket: Bucket) -> None:
         """Records the order of execution and starts the gather of the bucket that comes next."""
         bucket.unsharded_by_hand = False
-        if bucket not in self._order:
+        is_first = bucket not in self._order  # a call later on has prefetched what follows
+        if is_first:
             self._order.append(bucket)
         # Reentrant checkpointing runs forward without autograd, and once more in backward.
         if (self._builds_graph or torch.is_grad_enabled()) and bucket not in self._unreduced:
             self._unreduced.append(bucket)
-        if self._in_forward:  # else nothing would drop a gather that nobody waits for
+        if is_first and self._in_forward:  # else nothing would drop what nobody waits for
             _prefetch(bucket, self._previous_order, step=1)
 
     # -- backward -------------------------------------------------------------------------------
@@ -219,6 +231,8 @@ class RootContext:
         self._at_end = weakref.ref(at_end)
         self.creates_graph = False
         self._to_reduce = []
+        self._left.clear()
+        self._order_before_backward = self.gather_order.value
         for bucket in reversed(self._unreduced):
             self._join_backward(bucket)
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
@@ -235,16 +249,16 @@ class RootContext:
         if bucket.requires_gradient_sync and bucket.takes_gradients:
             self._to_reduce.append(bucket)
 
-    def gradient_arrived(self, bucket: Bucket) -> None:
+    def left_backward(self, bucket: Bucket) -> None:
         """Starts every reduction whose turn it is; see [Note: order of collectives]."""
-        self.begin_backward()  # the graph of a backward reaches parameters before any module's hook
-        while self._to_reduce and self._to_reduce[0].all_gradients_arrived:
+        self._left.add(bucket)
+        while self._to_reduce and self._to_reduce[0] in self._left:
             self._start_reduction(self._to_reduce.pop(0))
 
     def _start_reduction(self, bucket: Bucket) -> None:
         while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.pop(0).wait_for_reduce()
-        bucket.reduce_grads()
+        bucket.reduce_grads(self._order_before_backward)
         self._in_flight.append(bucket)
 
     def _end_backward(self) -> None:
@@ -260,7 +274,7 @@ class RootContext:
         self._unreduced = [b for b in self._unreduced if not b.requires_gradient_sync]
         self._at_end = None
         for state in self.states:
-            state.in_backward = False
+            state.end_backward()
         for bucket in self.buckets:
             if bucket.reshard_after_backward and not self.creates_graph:
                 bucket.reshard()

@@ -73,6 +73,7 @@ class ModuleState:
         self.backward_prefetch: list[ModuleState] = []
         self.in_backward = False
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
+        self._calls = 0  # whose inputs still get their gradients in this backward
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             # Always: a forward that raises must not leave old weights gathered for the next one.
@@ -139,7 +140,9 @@ class ModuleState:
         if self.bucket is not None:
             self.bucket.name = name
             self.bucket.set_workspace(context.workspace)
-            self.bucket.grad_ready = context.gradient_arrived
+            # The graph of a backward may reach parameters before any module's hook.
+            self.bucket.grad_arrived = context.begin_backward
+            self.bucket.gather_order = context.gather_order
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -219,6 +222,7 @@ class ModuleState:
         tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
         if not tensors:
             return args, kwargs
+        self._calls += 1
         watched = _InputGradients.apply(self._after_backward, *tensors.values())
         for i, tensor in zip(tensors, watched, strict=True):
             leaves[i] = tensor
@@ -259,7 +263,7 @@ class ModuleState:
 
     def reset(self) -> None:
         """Forgets an iteration that an exception ended."""
-        self.in_backward = False
+        self.end_backward()
         self._running.clear()
         if self.bucket is not None:
             self.bucket.drop_gradients()
@@ -268,9 +272,19 @@ class ModuleState:
     def _after_backward(self) -> None:
         """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
         self.in_backward = False
-        if self.bucket is not None and self.bucket.reshard_after_backward:
-            if not self.lazy_init().keeps_weights:
-                self.bucket.reshard()
+        self._calls -= 1
+        if self.bucket is None:
+            return
+        context = self.lazy_init()
+        if self.bucket.reshard_after_backward and not context.keeps_weights:
+            self.bucket.reshard()
+        if self._calls <= 0:
+            context.left_backward(self.bucket)
+
+    def end_backward(self) -> None:
+        """Forgets which calls of this backward are still open."""
+        self.in_backward = False
+        self._calls = 0
 
 
 _STATE = "_fully_shard_state"

@@ -1,5 +1,6 @@
 """A small model with every kind of state, and its state as plain full tensors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -110,15 +111,16 @@ def take_steps(net: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -
         optimizer.zero_grad()
 
 
-def plain(value: Any) -> Any:
-    """Copies with full tensors in place of sharded ones, through dicts and lists."""
-    if isinstance(value, DTensor):
-        return value.full_tensor().detach().clone()
+def plain(value: Any, of_sharded: Callable[[DTensor], Tensor] = DTensor.full_tensor) -> Any:
+    """Copies, with full tensors in place of sharded ones, through dicts and lists."""
     if isinstance(value, Tensor):
+        value = of_sharded(value) if isinstance(value, DTensor) else value
         return value.detach().clone()
     if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    return type(value)(map(plain, value)) if isinstance(value, (list, tuple)) else value
+        return {key: plain(item, of_sharded) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(plain(item, of_sharded) for item in value)
+    return value
 
 
 def full_state(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
@@ -126,6 +128,14 @@ def full_state(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -
     state = {"model": plain(dict(net.state_dict()))}
     if optimizer is not None:
         state["optimizer"] = plain(optimizer.state_dict())
+    return state
+
+
+def local_state(net: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """The same with this rank's pieces, to compare what is cut alike; communicates nothing."""
+    state = {"model": plain(dict(net.state_dict()), DTensor.to_local)}
+    if optimizer is not None:
+        state["optimizer"] = plain(optimizer.state_dict(), DTensor.to_local)
     return state
 
 

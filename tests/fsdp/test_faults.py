@@ -85,6 +85,16 @@ def test_debug_mode_reports_it_on_every_rank(fault: Callable[[], None], words: l
         assert all(word in report for word in words), report
 
 
+def test_ranks_that_swap_equal_buckets_raise_before_a_gradient_is_seen() -> None:
+    """Collectives match by order: two ranks that gather equal layers in other orders swap them."""
+    with pytest.raises(RankError) as error:
+        run_ranks(order_of_one_rank_differs, 2, timeout=30)
+    assert len(error.value.reports) == 2
+    for report in error.value.reports.values():
+        assert "in different orders" in report
+        assert "VFSDP_DEBUG=1" in report
+
+
 def test_plan_that_differs_on_one_rank_is_named_on_every_rank() -> None:
     with pytest.raises(RankError) as error:
         run_ranks(plan_of_one_rank_differs, 3, timeout=30)

@@ -7,12 +7,16 @@ from functools import cache
 
 import pytest
 import torch
+import torch.distributed as dist
 from kinds_of_modules import KINDS
-from lifecycle import train
-from torch import Tensor
+from lifecycle import WIDTH, Layer, train
+from torch import Tensor, nn
 from ways_to_call import WAYS
 
 from ranks import run_ranks
+from sharding import MixedPrecisionPolicy, fully_shard
+from sharding.bucket import ShardedState
+from sharding.state import state_of
 
 CASES = {case.__name__: case for case in (*KINDS, *WAYS)}
 
@@ -47,3 +51,160 @@ def test_lifecycle_equals_one_process(name: str, world_size: int) -> None:
 @pytest.mark.parametrize("name", ["SmallBuckets", "ThreeLevels", "SyncOfSome", "BackwardRaises"])
 def test_lifecycle_equals_one_process_on_one_and_on_five_ranks(name: str, world_size: int) -> None:
     assert_trains_as_one_process(name, world_size)
+
+
+class CountsGathers:
+    """A bucket's transport, and how often it was asked to gather."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.bucket = state_of(module).bucket
+        self.transport, self.bucket.transport = self.bucket.transport, self
+        self.count = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.transport, name)
+
+    def all_gather_(self, buffer: Tensor, tag: int) -> object:
+        self.count += 1
+        return self.transport.all_gather_(buffer, tag)
+
+    def since(self) -> int:
+        """How often since the last call of this."""
+        count, self.count = self.count, 0
+        return count
+
+
+def gathers_of_a_list_and_by_hand() -> None:
+    model = nn.Sequential(Layer(), Layer(), Layer(), Layer())
+    fully_shard([model[0], model[2]], reshard_after_forward=True)
+    fully_shard(model[1], reshard_after_forward=True)
+    fully_shard(model)
+    pair, one = CountsGathers(model[0]), CountsGathers(model[1])
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        loss = model(x).sum()
+        assert (pair.since(), one.since()) == (1, 1)
+        loss.backward()
+        assert (pair.since(), one.since()) == (1, 1)
+    for handle in (model[0].unshard(async_op=True), model[1].unshard(async_op=True)):
+        handle.wait()
+    assert (pair.since(), one.since()) == (1, 1)
+    loss = model(x).sum()
+    assert (pair.since(), one.since()) == (0, 0)
+    loss.backward()
+    assert (pair.since(), one.since()) == (1, 1)
+    model[1](x).sum().backward()
+    assert one.since() == 2
+
+
+def test_bucket_of_a_list_and_what_was_unsharded_by_hand_is_gathered_once_a_pass() -> None:
+    run_ranks(gathers_of_a_list_and_by_hand, 2)
+
+
+def leave_by_exception() -> tuple[list[Tensor | None], list[ShardedState]]:
+    """Gradients that are there once a backward raised while reductions were in flight."""
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    hidden: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, y: hidden.append(y))
+    x = torch.ones(2, WIDTH)
+    y = model(x)
+    hidden[0].register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    buckets = [state_of(layer).bucket for layer in model]
+    return [p.grad for p in model.parameters()], [bucket.state for bucket in buckets]
+
+
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_gradients_of_a_backward_that_raised_do_not_arrive_after_zero_grad() -> None:
+    for gradients, states in run_ranks(leave_by_exception, 2):
+        assert gradients == [None] * len(gradients)
+        assert set(states) == {ShardedState.SHARDED}
+
+
+def accumulate_in_fp32() -> tuple[Tensor, list[Tensor]]:
+    """A bfloat16 weight after three micro-batches that only the last of which averages."""
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, 30, bias=False, dtype=torch.bfloat16)
+    weight = model.weight.detach().clone()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    total, rank, world_size = torch.zeros(30, WIDTH), dist.get_rank(), dist.get_world_size()
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)
+        for r in range(world_size):
+            generator = torch.Generator().manual_seed(10 * i + r)
+            x = torch.randn(5, WIDTH, generator=generator).bfloat16()
+            p = weight.clone().requires_grad_()
+            nn.functional.linear(x, p).square().mean().backward()
+            total += p.grad.float()
+            if r == rank:
+                model(x).square().mean().backward()
+    gradient = model.weight.grad
+    assert gradient.dtype == torch.bfloat16
+    return (total / world_size).bfloat16(), gradient.full_tensor()
+
+
+def test_bf16_gradients_are_accumulated_and_averaged_in_fp32() -> None:
+    """Rounded once, at the end: sums of bfloat16 would lose the small addends."""
+    for world_size in (1, 3):
+        for expected, gradient in run_ranks(accumulate_in_fp32, world_size):
+            # fp32 sums in another order, then rounded: one step of bfloat16 apart at most.
+            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=2**-7)
+
+
+def mixed_policy() -> tuple[list[torch.dtype], list[torch.dtype], list[torch.dtype]]:
+    """Dtypes in forward, at rest, and of gradients, of parameters of four dtypes."""
+    seen: list[torch.dtype] = []
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).bfloat16())
+            self.c = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.codes = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend(p.dtype for p in self.parameters())
+            return ((self.a + self.b) * self.c * self.codes * x).sum()
+
+    model = Mixed()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    fully_shard(model, mp_policy=policy)
+    loss = model(torch.ones(3))
+    assert loss.dtype == torch.float32
+    loss.backward()
+    parameters = list(model.parameters())
+    for p in parameters[:3]:
+        assert p.grad.full_tensor().tolist() == [2.0 if p is parameters[2] else 1.0] * 3
+    return seen, [p.dtype for p in parameters], [p.grad.dtype for p in parameters[:3]]
+
+
+def test_dtypes_of_one_bucket_are_cast_for_compute_and_kept_at_rest() -> None:
+    """pytorch#156784: bf16 and fp32 parameters in one module were an assertion error."""
+    own = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
+    for in_forward, at_rest, gradients in run_ranks(mixed_policy, 2):
+        assert in_forward == [torch.bfloat16] * 3 + [torch.int32]
+        assert at_rest == own
+        assert gradients == own[:3]
+
+
+def marks_of_parameters() -> bool:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.bias.no_weight_decay = True
+    fully_shard(model)
+    return model.bias.no_weight_decay and not hasattr(model.weight, "no_weight_decay")
+
+
+def test_marks_that_scripts_put_on_parameters_stay() -> None:
+    assert all(run_ranks(marks_of_parameters, 2))

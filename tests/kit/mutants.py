@@ -22,11 +22,11 @@ from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.runs import Run
 
 
-def make_groups(module: nn.Module) -> list[dict[str, Any]]:
-    """Matrices to Muon, the rest to AdamW."""
+def make_groups(module: nn.Module, *, muon: bool) -> list[dict[str, Any]]:
+    """Matrices to Muon if there is any, the rest to AdamW."""
     groups: dict[str, list[Any]] = {"muon": [], "adamw": []}
     for name, param in module.named_parameters():
-        groups["muon" if param.dim() == 2 else "adamw"].append((name, param))
+        groups["muon" if muon and param.dim() == 2 else "adamw"].append((name, param))
     options = dict(lr=0.1, weight_decay=0.5)
     return [{"params": p, "algorithm": a, **options} for a, p in groups.items() if p]
 
@@ -47,10 +47,15 @@ def plant(cls: type) -> type:
         algorithms: list[Algorithm] = [MuonAlgorithm(), AdamWAlgorithm()]
         if issubclass(cls, Algorithm):
             algorithms = [cls() if isinstance(cls(), type(a)) else a for a in algorithms]
-        return kind(make_groups(module), *algorithms, **getattr(cls, "options", {}))
+        muon = not issubclass(cls, AdamWAlgorithm | OnlyAdamW)
+        return kind(make_groups(module, muon=muon), *algorithms, **getattr(cls, "options", {}))
 
     MUTANTS[cls.__name__] = make
     return cls
+
+
+class OnlyAdamW(StructuredOptimizer):
+    """Is not tried with matrices that travel: ranks that decide differently would hang."""
 
 
 # -------------------------------------------------------------------- Muon's arithmetic
@@ -266,7 +271,7 @@ class NoiseOfTheRank(AdamWAlgorithm):
 
 
 @plant
-class SkipOnOneRank(StructuredOptimizer):
+class SkipOnOneRank(OnlyAdamW):
     """Only the rank that has the infinite gradient leaves the step out: pytorch's GradScaler on
     shards before found_inf was reduced."""
 

@@ -8,7 +8,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from checkpoints import WIDTH, Net, difference, full_state, make_net, shard_net, tokens_of
+from checkpoints import (
+    WIDTH,
+    Net,
+    difference,
+    full_state,
+    local_state,
+    make_net,
+    shard_net,
+    tokens_of,
+)
 from ranks import RankError, run_ranks
 from sharding import RaggedDTensor, RaggedShard, fully_shard
 from sharding.state import state_of
@@ -68,13 +77,13 @@ def load_every_form() -> list[str]:
     """What is wrong, by form and option."""
     wrong = []
     source = make_net(1, sharded=True)
-    expected = full_state(source)["model"]
+    expected = local_state(source)["model"]
     for name, form in FORMS.items():
         for options in ({}, {"strict": False}, {"assign": True}, {"strict": True, "assign": True}):
             net = make_net(2, sharded=True)
             parameters = list(net.parameters())
             result = net.load_state_dict(form(source), **options)
-            found = difference(full_state(net)["model"], expected)
+            found = difference(local_state(net)["model"], expected)
             if found or result.missing_keys or result.unexpected_keys:
                 wrong.append(f"{name} {options}: {found} {result}")
             assert_in_buffers(net)
@@ -130,7 +139,7 @@ def load_misfits(wrapped: bool) -> list[str]:
                 continue  # torch finds these at the end; only a sharded root knows `strict` before
             state = {k: v for k, v in (good | change).items() if v is not None}
             net = make_net(2, sharded=True)
-            before = full_state(net)["model"]
+            before = local_state(net)["model"]
             prefix = "net." if wrapped else ""
             target = Wrapper(net) if wrapped else net
             state = {prefix + key: value for key, value in state.items()}
@@ -139,7 +148,7 @@ def load_misfits(wrapped: bool) -> list[str]:
                 result = target.load_state_dict(state, **options)
             except RuntimeError as error:
                 raised = str(error)
-            changed = difference(full_state(net)["model"], before)
+            changed = difference(local_state(net)["model"], before)
             if name.startswith(KEYS) and options.get("strict") is False:
                 other = "missing_keys" if name.startswith("missing") else "unexpected_keys"
                 if raised or getattr(result, other) != list(change) or not changed:
@@ -206,7 +215,7 @@ def load_into_meta(assign: bool, form: str) -> str:
     for model, optimizer in zip((net, reference), optimizers, strict=True):
         model(tokens_of(0)).square().mean().backward()
         optimizer.step()
-    return difference(full_state(net), full_state(reference))
+    return difference(local_state(net), local_state(reference))
 
 
 @pytest.mark.parametrize("form", ["plain", "ragged"])

@@ -15,7 +15,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import vfsdp_optim
-from checkpoints import difference, full_state, make_net, make_optimizer, plain, take_steps
+from checkpoints import (
+    difference,
+    full_state,
+    local_state,
+    make_net,
+    make_optimizer,
+    plain,
+    take_steps,
+)
 from ranks import RankError, run_ranks
 from sharding import RaggedDTensor, load_full_state_dict
 
@@ -135,7 +143,7 @@ def keep_bits(param_dtype: torch.dtype, state_dtype: torch.dtype) -> list[str]:
             wrong.append(f"{kind} {way.__name__}: {[m.dtype for m in momenta]}")
         take_steps(net, optimizer, range(2, 3))
         take_steps(other, other_optimizer, range(2, 3))
-        if found := difference(full_state(other, other_optimizer), full_state(net, optimizer)):
+        if found := difference(local_state(other, other_optimizer), local_state(net, optimizer)):
             wrong.append(f"{kind} {way.__name__}: {found}")
     return wrong
 
@@ -164,7 +172,7 @@ def load_across(source_kind: str, target_kind: str, facts: dict[str, str]) -> li
         other = make_net(2, sharded=True)
         target = make_optimizer(other, target_kind)
         take_steps(other, target, range(1))
-        before = full_state(other, target)
+        before = local_state(other, target)
         try:
             way((net, optimizer), (other, target))
             wrong.append(f"{way.__name__}: loaded")
@@ -174,7 +182,7 @@ def load_across(source_kind: str, target_kind: str, facts: dict[str, str]) -> li
                     raise error
             except AssertionError as complaint:
                 wrong.append(f"{way.__name__}: {type(error).__name__} {complaint}")
-        if changed := difference(full_state(other, target), before):
+        if changed := difference(local_state(other, target), before):
             wrong.append(f"{way.__name__} changed {changed}")
         take_steps(other, target, range(1, 2))  # nothing is left half loaded
     return wrong
