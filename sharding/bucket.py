@@ -479,7 +479,11 @@ class Bucket:
         parameter = self.parameters[i]
         if parameter.sharded_grad is None:
             buffer = self.buffers[parameter.segment]
-            parameter.sharded_grad = self.ragged(i, buffer.local_grad_view(parameter.index))
+            # The placement of the parameter itself: optimizers find them equal at once.
+            sharded, view = parameter.sharded, buffer.local_grad_view(parameter.index)
+            parameter.sharded_grad = RaggedDTensor.from_local(
+                view, self.mesh, sharded.placement, sharded.shape
+            )
         return parameter.sharded_grad
 
 

@@ -380,7 +380,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 if self._has_state(param):
                     dtypes = _state_dtypes(keys, group, param, self._old_state(param))
                     members.append(Member(param, fqn, g, len(members), dtypes))
-        spans = find_spans(members, lambda _: self._format)
+        # A rank may hold nothing of a parameter; its state exists, and no step touches it.
+        spans = [span for span in find_spans(members, lambda _: self._format) if span.numel]
         counting = [self._algorithm(member).counts_steps for member in members]
         steps = torch.zeros(len(members), dtype=torch.float32)
         states: defaultdict[Tensor, Any] = defaultdict(dict)

@@ -24,7 +24,7 @@ from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.states import StateFormat, is_sharded, local_data, local_pointer
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
-_CHUNK = 1 << 18
+_CHUNK = 1 << 19
 # Elements of a run whose old values are kept until a device has decided between old and new.
 _KEPT_CHUNK = 1 << 24
 
@@ -153,6 +153,8 @@ class Run:
         if whole or self.param.numel() <= size:
             yield self.param, self.grad, self.states
             return
+        pieces = -(-self.param.numel() // size)
+        size = -(-self.param.numel() // pieces)  # all alike: a call on a short rest costs as much
         columns = [tensor.split(size) for tensor in self.states.values()]
         for param, grad, *states in zip(
             self.param.split(size), self.grad.split(size), *columns, strict=True

@@ -83,7 +83,7 @@ def train_long_with_both() -> list[list[tuple[int, int]]]:
 
 def test_long_run_keeps_memory_and_live_tensors_flat() -> None:
     """A graph, a gradient or an exchange kept per step would add hundreds of tensors."""
-    for of_rank in run_ranks(train_long_with_both, 2, timeout=180):
+    for of_rank in run_ranks(train_long_with_both, 2, timeout=240):
         for seen in of_rank:
             tensors = [count for count, _ in seen]
             # The scratch memory of reductions is a handful of tensors more or less.

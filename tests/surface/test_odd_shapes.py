@@ -75,7 +75,7 @@ def test_fewer_rows_than_ranks_and_dimensions_that_do_not_divide(world_size, sha
     Empty pieces crashed or left the other ranks waiting; [1, N] crashed only when sharded.
     """
     expected, _ = step_and_resume(shapes)
-    results = run_ranks(step_and_resume, world_size, shapes, timeout=90)
+    results = run_ranks(step_and_resume, world_size, shapes)
     for actual, _ in results:
         assert len(actual) == len(expected)
         for a, b in zip(actual, expected, strict=True):

@@ -49,7 +49,7 @@ def train_with_missing() -> list[list[str]]:
 
 def test_gradients_missing_on_some_ranks_do_not_change_the_exchange():
     """Megatron-LM#2218, Megatron-LM#6616, RLinf#1355: a rank that skipped an exchange hung all."""
-    results = run_ranks(train_with_missing, 3, timeout=30)
+    results = run_ranks(train_with_missing, 3)
     assert results == [results[0]] * 3
     assert any("alltoall" in name for name in results[0][1])
 
@@ -106,7 +106,7 @@ def test_processes_with_other_hash_seeds_post_the_same_collectives(tmp_path):
         for rank in range(2)
     ]
     try:
-        outputs = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+        outputs = [json.loads(rank.communicate(timeout=120)[0]) for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -114,4 +114,4 @@ def test_processes_with_other_hash_seeds_post_the_same_collectives(tmp_path):
     assert outputs[0][0] != outputs[1][0], "the hashes are to differ"
     assert outputs[0][1:] == outputs[1][1:]
     assert any("alltoall" in name for name in outputs[0][1][1])
-    assert any("send" in name for name in outputs[0][2][1])
+    assert len(outputs[0][2][1]) >= 3  # a reduction for each bucket
