@@ -82,7 +82,7 @@ class BucketParameter:
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = cast(nn.Parameter, tensor)
-    else:  # nn.LSTM and its kin compute with a list of their weights, which they update here
+    else:  # such as nn.LSTM's, which notes its weights in a list of its own too
         setattr(module, name, tensor)
 
 

@@ -156,11 +156,27 @@ class Recurrent(nn.Module):
         return self.lstm(x.view(-1, 2, WIDTH // 2))[0][:, 1]
 
 
-class RecurrentLayers(Case):
-    """Modules that compute with a list of their own."""
+class Mirror(nn.Module):
+    """Computes with what it was assigned, not with its parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self.__dict__["assigned"] = value
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.assigned
+
+
+class OwnLists(Case):
+    """Modules that keep their weights in a second place."""
 
     def build(self) -> nn.Module:
-        return nn.Sequential(Layer(), Recurrent(), Recurrent())
+        return nn.Sequential(Layer(), Recurrent(), Mirror(), Recurrent())
 
 
 class OddSizes(nn.Module):
@@ -267,7 +283,7 @@ KINDS = [
     Keywords,
     OutputIsInput,
     FrozenRoot,
-    RecurrentLayers,
+    OwnLists,
     SmallBuckets,
     WeightsOutside,
     NestedInOneCall,

@@ -101,6 +101,21 @@ def test_bucket_of_a_list_and_what_was_unsharded_by_hand_is_gathered_once_a_pass
     run_ranks(gathers_of_a_list_and_by_hand, 2)
 
 
+def states_after_forward(name: str) -> list[ShardedState]:
+    case = CASES[name]()
+    model = case.build()
+    case.shard(model)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH))
+    return [state_of(layer).bucket.state for layer in model]
+
+
+def test_weights_are_freed_after_forward_unless_the_output_hides_tensors() -> None:
+    sharded, unsharded = ShardedState.SHARDED, ShardedState.UNSHARDED
+    assert run_ranks(states_after_forward, 2, "Dataclasses")[0] == [sharded, sharded, unsharded]
+    assert run_ranks(states_after_forward, 2, "Objects")[0] == [unsharded] * 3
+
+
 def leave_by_exception() -> tuple[list[Tensor | None], list[ShardedState]]:
     """Gradients that are there once a backward raised while reductions were in flight."""
     model = nn.Sequential(*(Layer() for _ in range(4)))

@@ -137,6 +137,11 @@ class ChildrenByThemselves(Case):
 class WeightsChangeBetweenCalls(Case):
     """What a call gathered is old after a step, also where the call or the forward raised."""
 
+    def shard(self, model: nn.Module) -> None:
+        for i, part in enumerate(model):
+            fully_shard(part, reshard_after_forward=False if i == 1 else None)
+        fully_shard(model)
+
     def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
         loss = model(x).square().mean()
         loss.backward()
