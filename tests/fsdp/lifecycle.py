@@ -66,7 +66,8 @@ def train(case: Case) -> tuple[list[float], dict[str, Tensor]]:
     model = case.build()
     if on_ranks():
         case.shard(model)
-    case.parameters = list(model.parameters())
+    named = dict(model.named_parameters())
+    case.parameters = list(named.values())
     optimizer = torch.optim.SGD(
         [p for p in case.parameters if p.is_floating_point()], lr=0.02, momentum=0.9
     )
@@ -80,6 +81,6 @@ def train(case: Case) -> tuple[list[float], dict[str, Tensor]]:
         optimizer.zero_grad()
     weights = {
         key.replace("_orig_mod.", ""): (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for key, p in model.named_parameters()
+        for key, p in named.items()
     }
     return losses, weights

@@ -4,7 +4,7 @@ Each has the shape of a fault that was shipped somewhere or nearly was. `make_mu
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -275,7 +275,7 @@ class SkipOnOneRank(OnlyAdamW):
     """Only the rank that has the infinite gradient leaves the step out: pytorch's GradScaler on
     shards before found_inf was reduced."""
 
-    options = dict(on_nonfinite="skip")
+    options: ClassVar[dict[str, Any]] = dict(on_nonfinite="skip")
 
     def _decide(self, layout: Any, grads: Any) -> Skip:
         steps = layout.steps.tolist()

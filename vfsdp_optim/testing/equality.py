@@ -13,7 +13,7 @@ from pathlib import Path
 from torch import nn
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference
-from vfsdp_optim.testing.gradients import Gradients
+from vfsdp_optim.testing.gradients import Gradients, as_gradients
 from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
 from vfsdp_optim.testing.programs import (
     Instruction,
@@ -93,6 +93,7 @@ def assert_sharded_equals_unsharded(
     """
     tolerance = Tolerance.of(exact, atol, rtol)
     kinds = as_layouts(layouts)
+    as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     instructions = tuple(Step(gradients, seed) for _ in range(steps))
     unsharded = run_single(run_unsharded, subject, instructions, timeout=timeout)
@@ -141,6 +142,7 @@ def assert_resume_is_exact(
         DifferenceError: the resumed run is not the uninterrupted one; see
             `assert_sharded_equals_unsharded`, as for the other errors.
     """
+    as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     taken = tuple(Step(gradients, seed) for _ in range(steps))
     for layout in as_layouts(layouts):

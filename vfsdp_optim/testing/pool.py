@@ -245,7 +245,7 @@ class RankPool:
     def _describe_death(self, rank: int) -> str:
         member = self._ranks[rank]
         member.process.join(5)
-        return f"died with exit code {member.process.exitcode}; its output:\n{_tail(member.log)}"
+        return f"died with exit code {member.process.exitcode}\nits output:\n{_tail(member.log)}"
 
     def _request_stacks(self, rank: int) -> None:
         with contextlib.suppress(ProcessLookupError):

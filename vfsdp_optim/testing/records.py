@@ -105,18 +105,18 @@ def observe(
 def held_tensors(
     params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, Tensor, nn.Parameter]]:
-    """Yield (name, key, value, parameter) of all parameters and of the states that are tensors or
-    numbers."""
+    """Yield (name, key, value, parameter) of the states that are tensors or numbers, and of each
+    parameter after its states."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = optimizer.state  # a property that checks all parameters, with some optimizers
     for name, param in params.items():
-        yield name, PARAM, param.detach(), param
         of_param = states[param] if id(param) in known and param in states else {}
         for key, value in of_param.items():
             if isinstance(value, int | float) and not isinstance(value, bool):
                 value = torch.tensor(value, dtype=torch.float64)
             if isinstance(value, Tensor):
                 yield name, key, value, param
+        yield name, PARAM, param.detach(), param
 
 
 def piece_of(moment: int, name: str, key: str, value: Tensor, param: Tensor) -> Piece:

@@ -75,16 +75,13 @@ def shard_model(
 
     Raises:
         ValueError: the layout does not fit the parameters.
-        TypeError: "negotiated" for an optimizer that declares no structure.
+        NotImplementedError: "negotiated" for an optimizer that declares no structure.
     """
     mesh = mesh_of(layout)
     if layout == "negotiated":
         optimizer = make_optimizer(first(model))
         if not hasattr(optimizer, "demands"):
-            raise TypeError(
-                f"layout 'negotiated' needs an optimizer that declares structure, and "
-                f"{type(optimizer).__name__} has no demands(); leave it out of layouts="
-            )
+            raise NotImplementedError("it declares no structure (it has no demands())")
         _fully_shard(model, mesh, optimizer=optimizer)
         return optimizer
     if layout == "ours":

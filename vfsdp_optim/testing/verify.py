@@ -206,31 +206,30 @@ def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[s
     Both runs are in this process: no tensor but the one that is compared leaves its device.
     """
     sharded, plain = Trial(subject, layout), Trial(subject, None)
-    name = type(plain.optimizer).__name__.removeprefix("_")
-    rank = dist.get_rank()
     found = ""
     for step in range(1, steps + 1):
-        for trial in (sharded, plain):
+        for trial in (sharded, plain):  # to the end, because other ranks take every step
             trial.do(Step(seed=step))
-        expected = {
-            (name, key): (value, param)
-            for name, key, value, param in held_tensors(plain.params, plain.optimizer)
-        }
-        for name_, key, value, param in held_tensors(sharded.params, sharded.optimizer):
-            if found:
-                break
-            if (name_, key) not in expected:
-                what = ["it does not exist in the unsharded run"]
-            else:
-                full = piece_of(step, name_, key, *expected.pop((name_, key)))
-                piece = piece_of(step, name_, key, value, param)
-                what = compare_pieces([(rank, piece)], full, Tolerance())
-            if what:
-                found = str(Difference(f"step {step}", name_, key, tuple(what)))
-        if expected and not found:
-            (name_, key), _ = expected.popitem()
-            found = str(Difference(f"step {step}", name_, key, ("it does not exist on shards",)))
-    return found, name
+        found = found or _difference_of_step(sharded, plain, step)
+    return found, type(plain.optimizer).__name__.removeprefix("_")
+
+
+def _difference_of_step(sharded: Trial, plain: Trial, step: int) -> str:
+    expected = {
+        (name, key): (value, param)
+        for name, key, value, param in held_tensors(plain.params, plain.optimizer)
+    }
+    for name, key, value, param in held_tensors(sharded.params, sharded.optimizer):
+        what = ["it does not exist in the unsharded run"]
+        if (name, key) in expected:
+            full = piece_of(step, name, key, *expected.pop((name, key)))
+            piece = piece_of(step, name, key, value, param)
+            what = compare_pieces([(dist.get_rank(), piece)], full, Tolerance())
+        if what:
+            return str(Difference(f"step {step}", name, key, tuple(what)))
+    for name, key in expected:
+        return str(Difference(f"step {step}", name, key, ("it does not exist on shards",)))
+    return ""
 
 
 def _local(x: Tensor) -> Tensor:

@@ -1,0 +1,55 @@
+"""Every optimizer of ours, in every state format, keeps its bits through any program.
+
+A new optimizer or state format is added to `OPTIMIZERS`, and nothing else is needed.
+"""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from torch import nn
+
+from vfsdp_optim import AdamW, Muon
+from vfsdp_optim.testing import assert_program_is_exact, step_programs
+
+PATTERNS = {2: None, 3: "e m n -> e m n", 4: "o ... -> o (...)"}
+
+
+def make_adamw(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """AdamW of all parameters."""
+    return AdamW(module.named_parameters(), lr=0.1, weight_decay=0.5, **options)
+
+
+def make_muon(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Muon of matrices, experts and convolutions, AdamW of the rest."""
+    groups: dict[Any, dict[str, Any]] = {}
+    for name, param in module.named_parameters():
+        if param.dim() in PATTERNS:
+            group = {"algorithm": "muon", "matrices": PATTERNS[param.dim()]}
+        else:
+            group = {"algorithm": "adamw", "lr": 0.1}
+        groups.setdefault(param.dim(), {"params": [], **group})["params"].append((name, param))
+    return Muon(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
+
+
+OPTIMIZERS = {
+    "adamw": make_adamw,
+    "adamw_amsgrad_skips": partial(make_adamw, amsgrad=True, on_nonfinite="skip"),
+    "muon": make_muon,
+    "muon_in_small_waves": partial(make_muon, wave_numel=1, adjust_lr_fn="match_rms_adamw"),
+    "muon_skips": partial(make_muon, nesterov=False, on_nonfinite="skip"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@given(
+    program=step_programs(
+        layouts=("ragged", "ours", "negotiated"),
+        dtypes=("float32", "bfloat16"),
+        checkpoints=("state_dict", "dcp"),
+    )
+)
+def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
+    assert_program_is_exact(OPTIMIZERS[name], program)

@@ -1,0 +1,133 @@
+"""`torchrun -m vfsdp_optim.testing.verify`: the table, the exit code, what is on the wire."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from ranks import run_ranks
+from vfsdp_optim.testing import verify
+from vfsdp_optim.testing.verify import Row
+from vfsdp_optim.testing.wire import wire_bytes
+
+HERE = Path(__file__).parent
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run verify on 2 CPU ranks."""
+    command = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone"]
+    return subprocess.run(
+        [sys.executable, *command, "-m", "vfsdp_optim.testing.verify", "--rounds", "2", *arguments],
+        cwd=HERE,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def cells(table: str, optimizer: str, layout: str) -> list[str]:
+    """Return the cells of one row of a printed table."""
+    rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines()]
+    return next(row for row in rows if row[:2] == [optimizer, layout])
+
+
+def test_verify_passes_for_ours_and_measures_beside_fsdp2():
+    result = run("--steps", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    ours, theirs = cells(result.stdout, "Muon", "ours"), cells(result.stdout, "AdamW", "fsdp2")
+    assert ours[2] == theirs[2] == "yes"
+    assert len(ours[3]) == 8
+    assert all(float(cell.replace(",", "")) > 0 for row in (ours, theirs) for cell in row[4:8])
+    assert cells(result.stdout, "MuonAndAdamW", "fsdp2")[2] == "no"
+    assert "MuonAndAdamW on FSDP2, for comparison:\nfirst difference: step 1" in result.stdout
+    assert "equal, bit by bit" in result.stdout
+    assert "not counted" not in result.stderr
+
+
+def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded():
+    result = run(
+        "--model", "verify_subjects:make_model", "--optimizer", "verify_subjects:make_wrong"
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert cells(result.stdout, "Wrong", "ours")[2] == "no"
+    assert "Wrong on our shards, seen by rank " in result.stdout
+    assert "first difference: step 1, parameter '0.weight', state 'exp_avg'" in result.stdout
+    assert "DIFFERENT" in result.stdout
+
+
+def test_plans_that_differ_and_missing_support_are_failures():
+    def rows(**of_second) -> list[list[Row]]:
+        first = dict(optimizer="X", layout="ours", plan="aa")
+        return [[Row(**first)], [Row(**{**first, **of_second})]]
+
+    assert verify.failures(rows()) == []
+    assert "the plans of the ranks differ" in verify.failures(rows(plan="bb"))[0]
+    assert "seen by rank 1:\nwhy" in verify.failures(rows(difference="why"))[0]
+    assert verify.failures([[Row("", "ours", unsupported="no")]]) != []
+    assert verify.failures([[Row("", "fsdp2", unsupported="no")]]) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "words"),
+    [
+        ("verify_subjects", "module:function"),
+        ("verify_subjects:nothing", "nothing"),
+        ("none:x", "x"),
+    ],
+)
+def test_what_cannot_be_loaded_is_named(path, words):
+    with pytest.raises(SystemExit, match=words):
+        verify.load(path)
+
+
+def test_verify_without_torchrun_says_how_to_start_it(capsys):
+    assert verify.main([]) == 2
+    assert "torchrun --nproc-per-node 2 -m vfsdp_optim.testing.verify" in capsys.readouterr().err
+
+
+def count_known_traffic() -> dict[str, float]:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    x = torch.ones(12)  # 48 bytes
+    full = torch.empty(12 * world_size)
+
+    def uneven() -> None:
+        splits = [1, 2, 9]
+        out = torch.empty(splits[rank] * world_size)
+        dist.all_to_all_single(out, x, [splits[rank]] * world_size, splits)
+
+    def pair() -> None:
+        if rank == 0:
+            dist.send(x, 1)
+        if rank == 1:
+            dist.recv(x, 0)
+
+    mesh = dist.init_device_mesh("cpu", (world_size,))
+    sharded = DTensor.from_local(x, mesh, [Shard(0)])
+    calls = {
+        "all_gather": lambda: dist.all_gather(list(full.chunk(world_size)), x),
+        "reduce_scatter": lambda: dist.reduce_scatter(x.clone(), list(full.chunk(world_size))),
+        "all_reduce": lambda: dist.all_reduce(x.clone()),
+        "uneven": uneven,
+        "pair": pair,
+        "dtensor": lambda: sharded.redistribute(mesh, [Replicate()]).to_local().sum(),
+    }
+    results = {name: wire_bytes(call, rank, world_size) for name, call in calls.items()}
+    assert not any(unknown for _, unknown in results.values()), results
+    return {name: sent for name, (sent, _) in results.items()}
+
+
+def test_wire_bytes_are_those_that_a_rank_sends():
+    results = run_ranks(count_known_traffic, 3)
+    for rank, sent in enumerate(results):
+        assert sent["all_gather"] == pytest.approx(2 * 48)
+        assert sent["reduce_scatter"] == pytest.approx(2 * 48)
+        assert sent["all_reduce"] == pytest.approx(2 * 48 * 2 / 3)
+        assert sent["uneven"] == pytest.approx((12 - [1, 2, 9][rank]) * 4)
+        assert sent["pair"] == (48 if rank == 0 else 0)
+        assert sent["dtensor"] == pytest.approx(2 * 48)
