@@ -145,16 +145,15 @@ class WeightsChangeBetweenCalls(Case):
     def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
         loss = model(x).square().mean()
         loss.backward()
-        model[2](x)  # under autograd, without a backward
-        with torch.no_grad():
-            model[1](x)
-        with pytest.raises(RuntimeError, match="shape"):
-            model[0](x[:, 1:])
         failing = model[0].register_forward_hook(self.fail)
         with pytest.raises(ZeroDivisionError):
             model(x)
         failing.remove()
+        with pytest.raises(RuntimeError, match="shape"):
+            model[0](x[:, 1:])
+        model[2](x)  # under autograd, without a backward
         with torch.no_grad():
+            model[1](x)
             for p in self.parameters:
                 p.mul_(1.1)
         for layer in model:
@@ -187,6 +186,10 @@ class BackwardRaises(Case):
 
 class BetweenForwardAndBackward(Case):
     """While gathered weights are in place: an evaluation, zero_grad, freezing."""
+
+    def shard(self, model: nn.Module) -> None:
+        fully_shard(model[0])
+        fully_shard(model)
 
     def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
         model(x).sum().backward()

@@ -157,3 +157,15 @@ def test_misuse_without_a_process_group_says_how_to_get_one() -> None:
     with pytest.raises(RuntimeError, match=r"process group.*torchrun.*init_process_group"):
         fully_shard(model)
     assert type(model) is nn.Linear
+
+
+def refused_twice() -> None:
+    scene = Scene()
+    MISUSES["ignored_on_one_rank"].before(scene)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="ranks 0 and 1"):
+            loss_of(scene.plain, 1)
+
+
+def test_root_that_was_refused_is_refused_again() -> None:
+    run_ranks(refused_twice, 2, timeout=TIMEOUT)

@@ -101,9 +101,9 @@ def assert_sharded_equals_unsharded(
         for layout in kinds:
             _refuse_scalars(layout, subject)
             phase = Phase(world_size, layout, (), instructions)
-            found = _compare(subject, [phase], [unsharded], tolerance, timeout)
-            if found is not None:
-                raise DifferenceError(found.report)
+            report = _compare(subject, [phase], [unsharded], tolerance, timeout)
+            if report:
+                raise DifferenceError(report)
 
 
 def assert_resume_is_exact(
@@ -150,10 +150,11 @@ def assert_resume_is_exact(
         instructions: tuple[Instruction, ...] = (
             *taken, Save(), Load(resumed_on, layout), *taken,
         )  # fmt: skip
-        program = Program(((),), saved_on, layout, instructions, checkpoint=checkpoint)
-        found = find_difference(subject, program, timeout=timeout)
-        if found is not None:
-            raise DifferenceError(found.report)
+        # The subject has the parameters: no shapes.
+        program = Program((), saved_on, layout, instructions, checkpoint=checkpoint)
+        report = find_difference(subject, program, timeout=timeout)
+        if report:
+            raise DifferenceError(report)
 
 
 def assert_program_is_exact(
@@ -173,25 +174,17 @@ def assert_program_is_exact(
     """
     subject = Subject(ParametersOf(program.shapes, program.dtype), make_optimizer, program.late)
     try:
-        found = find_difference(subject, program, timeout=timeout)
+        report = find_difference(subject, program, timeout=timeout)
     except RankError as error:
         error.add_note(_reproduction(make_optimizer, program, str(error)))
         raise
-    if found is not None:
-        again = _reproduction(make_optimizer, program, found.report)
-        raise DifferenceError(f"{found.report}\n\n{again}")
+    if report:
+        raise DifferenceError(f"{report}\n\n{_reproduction(make_optimizer, program, report)}")
 
 
 def _reproduction(make_optimizer: MakeOptimizer, program: Program, report: str) -> str:
     first_line = report.partition("\n")[0]
     return f"this script shows it again:\n\n{script(make_optimizer, program, first_line)}"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """A difference and where it was found."""
-
-    report: str
 
 
 def find_difference(
@@ -200,8 +193,8 @@ def find_difference(
     *,
     tolerance: Tolerance = Tolerance(),  # noqa: B008  (frozen)
     timeout: float = 60.0,
-) -> Finding | None:
-    """Run a program on ranks and on full tensors; return the first difference or None.
+) -> str:
+    """Run a program on ranks and on full tensors; return the report, empty if they are equal.
 
     Raises:
         NotImplementedError: the optimizer does not support a layout.
@@ -231,8 +224,8 @@ def _compare(
     tolerance: Tolerance,
     timeout: float,
     directory: Path | None = None,
-) -> Finding | None:
-    """Run phases on ranks, one after the other; stop at the first difference."""
+) -> str:
+    """Run phases on ranks, one after the other; return the report on the first difference."""
     saved: Saved | None = None
     for number, (part, expected) in enumerate(zip(parts, unsharded, strict=True)):
         to = "" if directory is None else str(directory / str(number))
@@ -256,10 +249,10 @@ def _compare(
             ]
             if part.loads:
                 lines.append("  the ranks had loaded what others saved")
-            return Finding("\n".join(lines))
+            return "\n".join(lines)
         if part.saves:
             saved = results[0][1]
-    return None
+    return ""
 
 
 def _raise_if_unsupported(error: RankError, part: Phase, optimizer: str) -> None:

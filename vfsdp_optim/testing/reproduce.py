@@ -86,8 +86,8 @@ def _expression(make_optimizer: Any) -> tuple[list[str], str]:
             return ["import functools", *imports], f"functools.partial({arguments})"
     module, name = _importable(make_optimizer)
     if module:
-        path = _search_path(module)
-        first = ["import sys", f"sys.path[:0] = [{path!r}]"] if path else []
+        paths = _search_paths(module)
+        first = ["import sys", f"sys.path[:0] = {paths!r}"] if paths else []
         return [*first, f"from {module} import {name}"], name
     if cloudpickle is None:
         return [], "...  # the function that failed"
@@ -105,13 +105,18 @@ def _importable(item: Any) -> tuple[str, str]:
     return str(module), name
 
 
-def _search_path(module: str) -> str:
-    """Return the directory that a module was found in, unless every process finds it."""
+def _search_paths(module: str) -> list[str]:
+    """Return the directories that this process searches and another may not; none if the module is
+    installed."""
     file = inspect.getsourcefile(importlib.import_module(module))
-    if file is None or "site-packages" in file:
-        return ""
-    up = Path(file).parents[module.count(".") + (Path(file).name == "__init__.py")]
-    return str(up)
+    installed = (sys.prefix, sys.base_prefix)
+    if file is None or file.startswith(installed):
+        return []
+    return [
+        path
+        for path in dict.fromkeys(sys.path)
+        if path and not path.startswith(installed) and Path(path).is_dir()
+    ]
 
 
 def _is_literal(value: Any) -> bool:

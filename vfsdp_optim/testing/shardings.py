@@ -109,12 +109,16 @@ def mesh_of(layout: Layout) -> DeviceMesh:
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
     """Yield what is sharded on its own: the elements of the outermost ModuleLists and Sequentials,
-    as far as they have parameters."""
-    for child in model.children():
-        if isinstance(child, nn.ModuleList | nn.Sequential):
-            yield from (block for block in child if any(True for _ in block.parameters()))
-        else:
+    as far as they have parameters and a forward."""
+    if not isinstance(model, nn.ModuleList | nn.Sequential):
+        for child in model.children():
             yield from blocks(child)
+        return
+    for part in model:
+        if isinstance(part, nn.ModuleList | nn.ModuleDict):
+            yield from blocks(part)
+        elif any(True for _ in part.parameters()):
+            yield part
 
 
 def _fully_shard(

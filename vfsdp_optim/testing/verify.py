@@ -285,8 +285,7 @@ def table(rows: Sequence[Sequence[Row]]) -> str:
                 f"{max(row.peak for row in of_ranks) / 1e6:.1f}" if first.peak else "-",
             ]
         )
-    accelerator = torch.accelerator.current_accelerator()
-    device = "cpu" if accelerator is None else torch.cuda.get_device_name()
+    device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.get_device_name()
     title = f"{len(rows)} ranks, {dist.get_backend()}, {device}, torch {torch.__version__}"
     return render_table(title, headers, lines, left=2)
 
@@ -357,7 +356,7 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--steps", type=int, default=3, help="steps that are compared")
     parser.add_argument("--rounds", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--backend", help="of the process group (default: nccl, or gloo on CPUs)")
+    parser.add_argument("--backend", help="gloo: on CPUs (default: nccl where there are GPUs)")
     return parser.parse_args(argv)
 
 
@@ -367,12 +366,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not dist.is_torchelastic_launched():
         print(f"start it with torchrun:\n{(__doc__ or '').splitlines()[2]}", file=sys.stderr)
         return 2
-    on_cuda = torch.cuda.is_available()
     device = torch.device("cpu")
-    if on_cuda:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+    if torch.cuda.is_available() and arguments.backend != "gloo":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    dist.init_process_group(arguments.backend or ("nccl" if on_cuda else "gloo"))
+        dist.init_process_group(arguments.backend or "nccl", device_id=device)
+    else:
+        dist.init_process_group("gloo")
     make_model = load(arguments.model) if arguments.model else default_model
     mine: list[Row] = []
     for name in arguments.optimizer:
