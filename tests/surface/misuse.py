@@ -4,9 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from small_models import build, loss_of, make_optimizer, shard
 
 from sharding import RaggedDTensor
+from small_models import build, loss_of, make_optimizer, shard
 
 
 class Scene:
