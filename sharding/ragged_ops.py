@@ -37,7 +37,7 @@ Handler = Callable[[type[DTensor], OpOverload, Sequence[Any], dict[str, Any]], A
 CURE = (
     "Use x.full_tensor() or x.redistribute(placements=[Replicate()]) for the whole tensor, "
     "x.redistribute(placements=[Shard(0)]) for a stock DTensor, or x.to_local() for this rank's "
-    "flat piece"
+    "flat piece. A module that computes outside of its root's forward needs root.unshard() first"
 )
 
 

@@ -45,6 +45,12 @@ class Checkpoint:
         groups: list[dict[str, Any]],
         algorithms: Mapping[str, Algorithm],
     ) -> None:
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"expected an optimizer's state_dict with 'state' and 'param_groups', got the keys "
+                f"{sorted(map(str, state_dict))!r}; pass what optimizer.state_dict() returned"
+            )
         saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
         names = _names(saved, groups)
         if names is None:

@@ -298,3 +298,10 @@ def test_loading_a_group_that_was_split_is_refused_where_torch_drops_its_values(
     with pytest.raises(RankError, match="param group 0: the checkpoint has no hyper-param") as e:
         run_ranks(split_a_group, 2)
     assert len(e.value.reports) == 2
+
+
+@pytest.mark.parametrize("state", [{}, {"state": {}}, {"model": {}}])
+def test_what_is_no_optimizer_state_is_refused_by_its_keys(state):
+    weight = torch.nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"param_groups.*optimizer\.state_dict\(\)"):
+        AdamW([weight]).load_state_dict(state)
