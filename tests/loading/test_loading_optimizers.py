@@ -304,4 +304,4 @@ def test_loading_a_group_that_was_split_is_refused_where_torch_drops_its_values(
 def test_what_is_no_optimizer_state_is_refused_by_its_keys(state):
     weight = torch.nn.Parameter(torch.ones(3, 3))
     with pytest.raises(ValueError, match=r"param_groups.*optimizer\.state_dict\(\)"):
-        AdamW([weight]).load_state_dict(state)
+        vfsdp_optim.AdamW([weight]).load_state_dict(state)
