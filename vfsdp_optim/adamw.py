@@ -88,8 +88,8 @@ class AdamWAlgorithm(Algorithm):
             torch.sqrt(square, out=denominator)
             denominator.div_(root_of_correction).add_(eps)
             param.addcdiv_(mean, denominator, value=step_size)
-        if eps == 0:  # 0 / 0 in the padding
-            run.clear_gaps()
+        if eps < torch.finfo(run.states["exp_avg_sq"].dtype).smallest_normal:
+            run.clear_gaps()  # eps may round to 0, and the padding is 0 / 0 then
 
 
 class AdamW(StructuredOptimizer):

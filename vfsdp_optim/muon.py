@@ -105,8 +105,8 @@ class MuonAlgorithm(MatrixAlgorithm):
 
     def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
         """Return bfloat16 where Newton-Schulz casts to it anyway, before and after."""
-        half = _newton_schulz_dtype(group, device) is torch.bfloat16
-        return torch.bfloat16 if half else torch.float32
+        dtype = _newton_schulz_dtype(group, device)
+        return dtype if dtype in (torch.bfloat16, torch.float64) else torch.float32
 
     def write_input(
         self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor

@@ -47,7 +47,7 @@ OPTIMIZERS = {
 @given(
     program=step_programs(
         layouts=("ragged", "ours", "negotiated"),
-        dtypes=("float32", "bfloat16"),
+        dtypes=("float32", "bfloat16", "float16"),
         checkpoints=("state_dict", "dcp"),
     )
 )
