@@ -3,9 +3,10 @@
 May touch: module hooks, tensor hooks, its bucket. What concerns several buckets is in `root.py`.
 
 [Note: when unsharded memory is freed]
-"All gradients of the bucket have arrived" lets its reduction start, but a node that still needs a
-weight may run later. The memory is freed once the gradients of the module's inputs are known, or at
-the end of backward. A backward that creates a graph (gradients of inputs, for a penalty on them)
+That all gradients of the bucket have arrived is not enough: a node that still needs a weight may
+run later. The memory is freed once the gradients of the module's inputs are known (which also lets
+its reduction start, see [Note: order of collectives] in root.py), or at the end of backward. A
+backward that creates a graph (gradients of inputs, for a penalty on them)
 frees nothing: the backward of its graph needs the weights before any hook of a module runs.
 """
 
