@@ -175,13 +175,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Members first:last of a span as one run, elements start:stop of it."""
+    """Members first:last of a span as one run, elements start:stop of it.
+
+    Attributes:
+        param: those elements, which lie in one buffer; None of a single member, which `open`s.
+    """
 
     first: int
     last: int
     start: int
     stop: int
     gaps: tuple[tuple[int, int], ...]
+    members: Sequence[Member]
+    param: Tensor | None
+    states: dict[str, Tensor]
 
 
 class Span:
@@ -215,14 +222,11 @@ class Span:
             skip: of every run.
         """
         for cut, grad in self._cuts_and_gradients(grads, steps):
-            members = self.members[cut.first : cut.last]
-            first = members[0]
-            param = first.open()
-            if len(members) > 1:
-                param = param.as_strided(grad.shape, (1,), param.storage_offset())
-            states = {key: flat[cut.start : cut.stop] for key, flat in self.states.items()}
-            step = steps[first.number]
-            yield Run(self.group, members, param, grad, states, cut.gaps, step, skip)
+            param = cut.param
+            if param is None:
+                param = self.members[cut.first].open()
+            step = steps[self.members[cut.first].number]
+            yield Run(self.group, cut.members, param, grad, cut.states, cut.gaps, step, skip)
 
     def gradients(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Tensor]:
         """Yield the gradients of the runs; arguments as of `runs`."""
@@ -285,7 +289,11 @@ class Span:
                     if b.start > a.start + a.numel
                 )
                 stop = members[-1].start + members[-1].numel
-                cuts.append(_Cut(first, last, start, stop, gaps))
+                param = members[0].open() if len(members) > 1 else None
+                if param is not None:
+                    param = param.as_strided((stop - start,), (1,), param.storage_offset())
+                states = {key: flat[start:stop] for key, flat in self.states.items()}
+                cuts.append(_Cut(first, last, start, stop, gaps, members, param, states))
             first = last
         return cuts
 
