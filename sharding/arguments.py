@@ -127,7 +127,7 @@ def check_options(
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh to shard over, all ranks by default."""
+    """The mesh to shard over, all ranks by default; 1-D, or 2-D (replicate, shard)."""
     if not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group: launch with torchrun and call "
@@ -141,9 +141,16 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"mesh: expected a DeviceMesh, got {mesh!r}; make one with "
             f"torch.distributed.init_device_mesh"
         )
-    if mesh.ndim != 1:
+    if mesh.ndim not in (1, 2):
         raise ValueError(
-            f"fully_shard shards over a 1-D mesh, got {mesh!r}; pass one dimension, mesh['name']"
+            f"fully_shard expects a 1D or 2D DeviceMesh but got {mesh!r}; pass the one or two "
+            f"dimensions for data, mesh['shard'] or mesh['replicate', 'shard']"
+        )
+    if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"fully_shard expects mesh_dim_names of the 2D mesh for HSDP but got {mesh!r}; make it "
+            f"with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 replicates, "
+            f"dim 1 shards"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

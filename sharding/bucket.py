@@ -4,24 +4,23 @@ May touch: modules' parameter slots, a `Transport`, its `DistributedBuffer`s. Kn
 hooks, of other buckets or of autograd's order: `state.py` calls the verbs at the right moments.
 
     unshard -> wait_for_unshard -> (compute) -> reshard
-    accumulate_grad (per parameter) -> reduce_grads -> wait_for_reduce
+    accumulate_grad (per parameter) -> reduce_grads -> average_replicas -> wait_for_reduce
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 from typing import cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from sharding.axes import groups_of, replicate_group, shard_group
 from sharding.bucket_parameter import BucketParameter
 from sharding.buffer import DistributedBuffer, Workspace
 from sharding.collectives import Pending, PendingMean, Transport, next_tag
@@ -30,6 +29,7 @@ from sharding.negotiation import BucketPlan
 from sharding.placement import RaggedShard
 from sharding.planner import ALIGN
 from sharding.ragged_tensor import RaggedDTensor
+from sharding.reduction import Reduction, Replicas
 
 # Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
 GATHERED = "_gathered_form_of"
@@ -41,16 +41,6 @@ class ShardedState(Enum):
     SHARDED = auto()  # sharded parameters registered, no unsharded memory
     IN_FLIGHT = auto()  # sharded parameters registered, the gather is running
     UNSHARDED = auto()  # unsharded parameters registered
-
-
-@dataclass(slots=True)
-class _Reduction:
-    """A reduction in flight: a pending mean and borrowed memory per segment, who saw a gradient."""
-
-    means: list[PendingMean | None]  # None where a segment has no trainable parameter
-    borrowed: list[list[Tensor]]
-    seen: set[int]
-    order: int
 
 
 class GatherOrder:
@@ -73,7 +63,7 @@ class Bucket:
     Args:
         plan: Where every parameter lies.
         sites: For each parameter of the plan, the (module, name) pairs that hold it.
-        mesh: 1-D device mesh to shard over.
+        mesh: 1-D device mesh to shard over, or 2-D (replicate, shard).
         mp_policy: torch's policy; reductions default to the compute dtype.
         device: Where the shards live.
     """
@@ -90,8 +80,8 @@ class Bucket:
         self.plan = plan
         self.name = plan.name
         self.mesh = mesh
-        self.group: dist.ProcessGroup = mesh.get_group()
-        self.transport = Transport(self.group)
+        self.groups = groups_of(mesh)  # all that the ranks of the mesh must agree over
+        self.transport = Transport(shard_group(mesh))
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
         self.initial_values = ""  # checksums, in debug mode
@@ -104,7 +94,9 @@ class Bucket:
             self._make_buffer(segment, getattr(torch, dtype), device)
             for segment, dtype in enumerate(plan.dtypes)
         ]
-        self._tags = [next_tag(self.group) for _ in self.buffers]
+        self._tags = [next_tag(self.transport.group) for _ in self.buffers]
+        replicas = replicate_group(mesh)
+        self.replicas = None if replicas is None else Replicas(replicas, len(self.buffers))
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
@@ -115,7 +107,7 @@ class Bucket:
         ]
         self._trainable: set[int] = set()  # as of the last unshard
         self._seen: set[int] = set()  # gradients since the last reduction
-        self._reduction: _Reduction | None = None
+        self._reduction: Reduction | None = None
 
     def register(self) -> None:
         """Gives the modules their sharded parameters."""
@@ -181,7 +173,8 @@ class Bucket:
 
     def describe(self) -> str:
         """All that ranks must agree on before the first collective, as text."""
-        order = f"tags {self._tags}, in the order of the group's fully_shard calls"
+        tags = self._tags if self.replicas is None else [*self._tags, *self.replicas.tags]
+        order = f"tags {tags}, in the order of the group's fully_shard calls"
         return f"{self.plan.describe()}\n{order}\n{self.initial_values}"
 
     # -- parameters -----------------------------------------------------------------------------
@@ -265,7 +258,7 @@ class Bucket:
                 f"parameters {[p.fqn for p in self.parameters]} are on the meta device; call "
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
-        announce(f"gather of bucket {self.name!r}", self.group)
+        announce(f"gather of bucket {self.name!r}", self.groups)
         for buffer, tag in zip(self.buffers, self._tags, strict=True):
             self.gather_order.record(tag)
             buffer.allocate_unsharded()
@@ -340,12 +333,10 @@ class Bucket:
     def drop_gradients(self) -> None:
         """Discards gradients that no reduction has delivered yet."""
         if self._reduction is not None:
-            for mean in self._reduction.means:
-                if mean is not None:
-                    mean.drop(f"the reduction of bucket {self.name!r}")
-            for borrowed in self._reduction.borrowed:
-                self.workspace.give_back(borrowed)
+            self._reduction.drop(self.workspace, self._what)
             self._reduction = None
+        if self.replicas is not None:
+            self.replicas.drop()
         for parameter in self.parameters:
             parameter.unsharded.grad = None
         for buffer in self.buffers:
@@ -401,33 +392,40 @@ class Bucket:
         """
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
-        announce(f"reduction of bucket {self.name!r}", self.group)
+        announce(f"reduction of bucket {self.name!r}", self.groups)
         means: list[PendingMean | None] = []
         for segment, buffer in enumerate(self.buffers):
             if self._trainable.isdisjoint(self._members[segment]):
                 means.append(None)
                 continue
-            if buffer.grad_slots is None:
-                buffer.borrow_grad_slots(self.workspace)
-            for i in self._members[segment]:
-                if i not in self._seen:
-                    buffer.zero_grad(self.parameters[i].index)
-            seen = [self.parameters[i].index for i in self._members[segment] if i in self._seen]
-            buffer.mark_seen(seen)
-            buffer.write_order(order)
-            slots = buffer.grad_slots
-            if slots is None:
-                raise RuntimeError("the gradient slots were just borrowed")
+            seen = {self.parameters[i].index for i in self._members[segment] if i in self._seen}
+            addends = buffer.complete_slots(self.workspace, seen, order)
             numel = self.transport.reduce_workspace_numel(buffer.slot_numel)
             received = buffer.borrow_receive(self.workspace, numel)
-            means.append(self.transport.reduce_scatter_(slots.view(-1), received))
+            means.append(self.transport.reduce_scatter_(addends, received))
         borrowed = [buffer.release_slots() for buffer in self.buffers]
-        self._reduction = _Reduction(means, borrowed, self._seen, order)
+        self._reduction = Reduction(
+            means, borrowed, self._seen, order, is_first_step=self.replicas is not None
+        )
         self._seen = set()
+
+    @torch.no_grad()
+    def average_replicas(self) -> None:
+        """Goes on to the second step of a reduction over a 2-D mesh; see reduction.py."""
+        if self._reduction is None or self.replicas is None or not self._reduction.is_first_step:
+            return
+        step = "average over" if self.replicas.requires_all_reduce else "sum within"
+        announce(f"{step} replicas of bucket {self.name!r}", self.groups)
+        self.replicas.average(self._reduction, self.workspace, self._what)
+
+    @property
+    def _what(self) -> str:
+        return f"the reduction of bucket {self.name!r}"
 
     @torch.no_grad()
     def wait_for_reduce(self) -> None:
         """Completes the average and sets (or adds to) the sharded gradients."""
+        self.average_replicas()
         if self._reduction is None:
             return
         reduction, self._reduction = self._reduction, None
@@ -436,21 +434,20 @@ class Bucket:
                 self._write_sharded_grads(segment, mean, reduction)
             self.workspace.give_back(reduction.borrowed[segment])
 
-    def _write_sharded_grads(self, segment: int, mean: PendingMean, reduction: _Reduction) -> None:
+    def _write_sharded_grads(self, segment: int, mean: PendingMean, reduction: Reduction) -> None:
         buffer = self.buffers[segment]
         members = self._members[segment]
         present = [i for i in members if self.parameters[i].sharded.grad is not None]
         reduced = buffer.reduced()
         if present:
             self._prepare_accumulation(buffer, members)
-        what = f"the reduction of bucket {self.name!r}"
-        mean.wait_into(reduced, accumulate=bool(present), what=what)
+        mean.wait_into(reduced, accumulate=bool(present), what=self._what)
         buffer.zero_grad_padding()
         if buffer.device.type == "cpu" and buffer.read_order() != reduction.order:
             raise RuntimeError(
-                f"ranks gathered buckets in different orders before {what}, so they computed with "
-                f"each other's parameters; every rank must run the same modules in the same order "
-                f"(VFSDP_DEBUG=1 names the first difference)"
+                f"ranks gathered buckets in different orders before {self._what}, so they computed "
+                f"with each other's parameters; every rank must run the same modules in the same "
+                f"order (VFSDP_DEBUG=1 names the first difference)"
             )
         for i in members:
             parameter = self.parameters[i]

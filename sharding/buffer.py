@@ -29,7 +29,7 @@ Padding is zero in `shard` and `shard_grad` at rest. In the other two it is neve
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -82,7 +82,8 @@ class Workspace:
     saves the page faults of fresh allocations on CPU and keeps the peak the same every step.
     """
 
-    MAX_KEPT = 8  # two reductions in flight, two buckets that fill, each with a receive buffer
+    # Two buckets that fill, two reductions in flight with one or two receive buffers each.
+    MAX_KEPT = 8
 
     def __init__(self) -> None:
         self._free: list[Tensor] = []  # least recently used first
@@ -238,46 +239,52 @@ class DistributedBuffer:
             else:
                 target.copy_(source)
 
-    def zero_grad(self, index: int) -> None:
-        """Contributes zeros for a tensor without a gradient."""
-        for target, _ in self._slot_views(index, None):
-            target.zero_()
+    def complete_slots(self, workspace: Workspace, seen: Collection[int], order: int) -> Tensor:
+        """(W * (S + F),), all that this rank adds to the next reduction.
 
-    def mark_seen(self, indices: Sequence[int]) -> None:
-        """Sets the seen-flags of these tensors in every slot."""
+        Args:
+            workspace: Lends the slots if no gradient has come.
+            seen: Tensors that got a gradient; the others add zeros.
+            order: A number that must be the same on all ranks; see `read_order`.
+        """
         if self.grad_slots is None:
-            raise RuntimeError("seen-flags are set before the gradient slots exist")
-        size = self.plan.shard_numel
-        if len(indices) == len(self.plan.tensors):  # the usual case, one write
-            self.grad_slots[:, size : size + len(indices)].fill_(1)
+            self.borrow_grad_slots(workspace)
+        size, count = self.plan.shard_numel, len(self.plan.tensors)
+        for index in range(count):
+            if index not in seen:
+                for target, _ in self._slot_views(index, None):
+                    target.zero_()
+        slots = self._slots()
+        if len(seen) == count:  # the usual case, one write
+            slots[:, size : size + count].fill_(1)
         else:
-            for index in indices:
-                self.grad_slots[:, size + index].fill_(1)
-
-    def write_order(self, value: int) -> None:
-        """Adds a number to every slot that must be the same on all ranks; see `read_order`."""
-        if self.grad_slots is None:
-            raise RuntimeError("the order is written before the gradient slots exist")
-        self.grad_slots[:, self._order_column].fill_(value)
+            for index in seen:
+                slots[:, size + index].fill_(1)
+        slots[:, self._order_column].fill_(order)
+        return slots.view(-1)
 
     def clear_order(self) -> None:
         """Makes room for the next order where gradients are accumulated."""
         self.reduced()[self._order_column].zero_()
 
     def read_order(self) -> float:
-        """The average of what ranks gave `write_order`; reads the device."""
+        """The average of the `order` of all ranks' slots; reads the device."""
         return float(self.reduced()[self._order_column])
 
     @property
     def _order_column(self) -> int:
         return self.plan.shard_numel + len(self.plan.tensors)
 
-    def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+    def _slots(self) -> Tensor:
         if self.grad_slots is None:
             raise RuntimeError("a gradient arrived before the gradient slots exist")
+        return self.grad_slots
+
+    def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        slots = self._slots()
         views = []
         for piece in self._pieces[index]:
-            target = self.grad_slots[
+            target = slots[
                 piece.row : piece.row + piece.rows, piece.column : piece.column + piece.width
             ]
             source = target

@@ -148,6 +148,33 @@ class Transport:
             works = _posted(work)
         return PendingMean(Pending(works, (buffer, workspace)), received, divisor=self.world_size)
 
+    def all_reduce_workspace_numel(self, numel: int) -> int:
+        """Elements of the receive buffer of `all_reduce_`; 0 where it works in place."""
+        return numel * self.world_size if self.pairwise else 0
+
+    def all_reduce_(
+        self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: int
+    ) -> PendingMean:
+        """Starts the average over ranks of `addend / divisor`; the same bits on every rank.
+
+        Args:
+            addend: (n,), this rank's. Overwritten.
+            workspace: (`all_reduce_workspace_numel(n)`,) of the same dtype, or `None` if that is 0.
+            tag: Tells concurrent calls apart; the same on all ranks.
+            divisor: What an earlier sum left to be divided by; the division is done once.
+        """
+        if self.world_size == 1:
+            return PendingMean(Pending(()), [addend], divisor)
+        if not self.pairwise:
+            work = dist.all_reduce(addend, dist.ReduceOp.AVG, group=self.group, async_op=True)
+            return PendingMean(Pending(_posted(work), (addend,)), [addend], divisor)
+        if workspace is None:
+            raise RuntimeError("a pairwise reduction needs its workspace, got None")
+        slots = workspace.view(self.world_size, -1)
+        slots[self.rank].copy_(addend)
+        pending = self.all_gather_(workspace, tag)
+        return PendingMean(pending, list(slots.unbind(0)), divisor * self.world_size)
+
 
 class PendingMean:
     """A reduction in flight: the addends in rank order, and what their sum is divided by."""
@@ -176,6 +203,12 @@ class PendingMean:
         else:
             out.copy_(total)
         self._addends = []
+
+    def take_sum(self, what: str) -> tuple[Tensor, int]:
+        """The sum in rank order, of at least fp32 where ranks were added, and its divisor."""
+        self._pending.wait(what)
+        total, self._addends = self._sum_in_rank_order(), []
+        return total, self._divisor
 
     def drop(self, what: str) -> None:
         """Waits for the communication, and forgets what it brought."""
@@ -220,30 +253,44 @@ def all_to_all(
     )
 
 
-def check_same_on_all_ranks(text: str, group: dist.ProcessGroup, what: str) -> None:
+def check_same_on_all_ranks(
+    text: str, group: dist.ProcessGroup | Sequence[dist.ProcessGroup], what: str
+) -> None:
     """Proves that `text` is the same on every rank of `group`.
 
     One small all-gather of digests; only when they differ do the texts travel. Does nothing under
     the fake backend, where no other rank exists.
 
+    Args:
+        text: Of this rank.
+        group: The ranks to compare; or the group of each axis of a mesh (see `axes.groups_of`),
+            whose ranks then raise together and are counted in the order of the mesh.
+        what: Names the text in the error.
+
     Raises:
         RuntimeError: On every rank, naming `what`, the first rank that differs from rank 0 and the
             first line that does.
     """
-    world_size = dist.get_world_size(group)
-    if world_size == 1 or dist.get_backend(group) == "fake":
+    groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
+    groups = [g for g in groups if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"]
+    if not groups:
         return
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(group) else "cpu"
+    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(groups[0]) else "cpu"
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    mine = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)  # (8,)
-    digests = torch.empty(world_size * 8, dtype=torch.uint8, device=device)
-    _all_gather_flat(digests, mine, group=group)
-    rows = digests.view(world_size, 8).tolist()
+    digests = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)  # (8 * ranks,)
+    for each in groups:
+        gathered = digests.new_empty(dist.get_world_size(each) * digests.numel())
+        _all_gather_flat(gathered, digests, group=each)
+        digests = gathered
+    rows = digests.view(-1, 8).tolist()
     if all(row == rows[0] for row in rows):
         return
-    texts: list[str] = [""] * world_size
-    dist.all_gather_object(texts, text, group=group)
-    rank = next(r for r in range(world_size) if texts[r] != texts[0])
+    texts = [text]
+    for each in groups:
+        lists: list[list[str]] = [[]] * dist.get_world_size(each)
+        dist.all_gather_object(lists, texts, group=each)
+        texts = [one for of_rank in lists for one in of_rank]
+    rank = next(r for r in range(len(texts)) if texts[r] != texts[0])
     raise RuntimeError(
         f"{what} differs between ranks 0 and {rank}: {_first_difference(texts, rank)}; every rank "
         f"must make the same calls with the same arguments"

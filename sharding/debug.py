@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -26,15 +26,15 @@ def enabled() -> bool:
     return os.environ.get("VFSDP_DEBUG", "0") not in ("", "0")
 
 
-def announce(event: str, group: dist.ProcessGroup) -> None:
+def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
     """Raises on all ranks unless they are about to do the same; without debug mode does nothing.
 
     Args:
         event: The verb and the bucket, the same text on ranks that agree.
-        group: The ranks that must agree.
+        groups: Of the axes of the mesh whose ranks must agree.
     """
     if enabled():
-        check_same_on_all_ranks(event, group, "the order of collectives")
+        check_same_on_all_ranks(event, groups, "the order of collectives")
 
 
 def checksums(parameters: Mapping[str, Tensor]) -> str:

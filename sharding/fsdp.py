@@ -34,6 +34,7 @@ from sharding.arguments import (
     sharded_as,
     storage_device,
 )
+from sharding.axes import shard_size
 from sharding.bucket import Bucket
 from sharding.debug import checksums
 from sharding.load_checks import check_keys
@@ -68,7 +69,10 @@ def fully_shard(
 
     Args:
         module: A module, or a list of modules that share one bucket.
-        mesh: 1-D device mesh; by default all ranks.
+        mesh: 1-D device mesh to shard over; by default all ranks. Or a 2-D mesh with named dims
+            (HSDP): dim 0 replicates, dim 1 shards. Forward gathers within a replica, and backward
+            averages over all ranks. Replicas are taken to begin equal, as in torch: build the model
+            from one seed, or load a checkpoint (VFSDP_DEBUG=1 compares them).
         reshard_after_forward: Free the gathered parameters between forward and backward. `None`
             means yes, except for the root and for the bucket that forward used last, which
             backward would gather again at once.
@@ -86,7 +90,7 @@ def fully_shard(
 
     Raises:
         ValueError: A container without a forward, a module that is sharded already, a mesh that is
-            not 1-D, parameters that are DTensors, demands that cannot be combined.
+            not 1-D or 2-D, parameters that are DTensors, demands that cannot be combined.
         TypeError: `module` is not a module.
         NotImplementedError: A valid request of torch's `fully_shard` that is not supported here.
         RuntimeError: No process group.
@@ -108,7 +112,7 @@ def fully_shard(
     if sites:
         originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
         specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
-        plan = negotiate(", ".join(map(class_name, modules)), specs, mesh.size())
+        plan = negotiate(", ".join(map(class_name, modules)), specs, shard_size(mesh))
         bucket = Bucket(
             plan,
             list(sites.values()),
@@ -308,6 +312,27 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """Without sync, backward accumulates unsharded gradients and communicates nothing."""
         for bucket in self._buckets(recurse):
             bucket.requires_gradient_sync = requires_gradient_sync
+            if bucket.replicas is not None:
+                bucket.replicas.requires_all_reduce = requires_gradient_sync
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Without it, backward sums gradients within each replica of a 2-D mesh and keeps the sums.
+
+        They are in no `.grad` until a backward with it has averaged them over all ranks, with its
+        own. `set_requires_gradient_sync` sets this too.
+
+        Raises:
+            ValueError: It is switched off and no module here is sharded over a 2-D mesh.
+        """
+        replicas = [b.replicas for b in self._buckets(recurse) if b.replicas is not None]
+        if not replicas and not requires_all_reduce:
+            raise ValueError(
+                f"set_requires_all_reduce(False): {class_name(cast(nn.Module, self))} is not "
+                f"sharded over a 2-D mesh, so there are no replicas to average over later; use "
+                f"set_requires_gradient_sync(False), or shard over mesh['replicate', 'shard']"
+            )
+        for each in replicas:
+            each.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Accepted for compatibility; every backward ends with its reductions complete."""
@@ -343,10 +368,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
         if not enable:
             raise NotImplementedError("reductions always cover the whole bucket; pass True")
 
-    _ONE_AXIS = "there is no replicate axis to reduce over"
     _OWN_TRANSPORT = "the flat buffers are communicated in place"
-    set_requires_all_reduce = _unsupported("set_requires_all_reduce", _ONE_AXIS)
-    set_all_reduce_hook = _unsupported("set_all_reduce_hook", _ONE_AXIS)
+    set_all_reduce_hook = _unsupported(
+        "set_all_reduce_hook",
+        "gradients are averaged over both dims of a 2-D mesh; a "
+        "register_post_accumulate_grad_hook of a parameter sees the averages",
+    )
     set_custom_all_gather = _unsupported("set_custom_all_gather", _OWN_TRANSPORT)
     set_custom_reduce_scatter = _unsupported("set_custom_reduce_scatter", _OWN_TRANSPORT)
     set_separate_reduce_scatter_group = _unsupported(

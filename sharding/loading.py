@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from sharding.axes import groups_of, replicate_group, replicate_rank, shard_group, shard_rank
 from sharding.collectives import all_to_all, check_same_on_all_ranks
 from sharding.load_checks import EXTRA_STATE
 from sharding.names import match_by_name, plain_names
@@ -84,11 +85,11 @@ def load_full_state_dict(
     source = _with_plain_names(state if optimizer is not None else {"model": state})
     outline = _outline(source)
     if mesh is not None and broadcast_from_rank0:
-        outline = _broadcast(outline, mesh.get_group())
+        outline = _broadcast(outline, mesh)
     elif mesh is not None:
         check_same_on_all_ranks(
             "\n".join(sorted(_describe(outline))),
-            mesh.get_group(),
+            groups_of(mesh),
             "the state given to load_full_state_dict (where only one rank has it, pass "
             "broadcast_from_rank0=True): it",
         )
@@ -154,15 +155,16 @@ def _describe(outline: Any, path: str = "state") -> Iterator[str]:
         yield f"{path}: {type(outline).__name__}"
 
 
-def _broadcast(outline: Any, group: dist.ProcessGroup) -> Any:
+def _broadcast(outline: Any, mesh: DeviceMesh) -> Any:
     """Rank 0's outline, on all ranks; its failure to pickle raises on all, too."""
     message: list[Any] = [None]
-    if dist.get_rank(group) == 0:
+    if _is_first(mesh):
         try:
             message = [pickle.dumps(outline)]
         except Exception as error:
             message = [f"{type(error).__name__}: {error}"]
-    dist.broadcast_object_list(message, group=group, group_src=0)
+    for group in _groups_from_first(mesh):
+        dist.broadcast_object_list(message, group=group, group_src=0)
     if isinstance(message[0], str):
         raise TypeError(f"state: cannot be sent from rank 0 to the others: {message[0]}")
     return pickle.loads(message[0])  # made by `dumps` above, on a rank of this job
@@ -385,6 +387,21 @@ def _receive_state(value: Any, param: Tensor, where: tuple[Any, ...], sender: _S
 # -- transport -------------------------------------------------------------------------------------
 
 
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank of the mesh that has the state."""
+    return shard_rank(mesh) == 0 and replicate_rank(mesh) == 0
+
+
+def _groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups in which the rank 0 of each sends in turn, so that all ranks of the mesh receive.
+
+    The first replica first; a rank of another one takes part only in what that passes on.
+    """
+    shards, replicas = shard_group(mesh), replicate_group(mesh)
+    of_rank = [shards] if replicate_rank(mesh) == 0 else []
+    return of_rank if replicas is None else [*of_rank, replicas]
+
+
 class _Sender:
     """Brings full tensors to all ranks, or takes them from where they are already.
 
@@ -399,7 +416,7 @@ class _Sender:
 
     def _full(self, path: tuple[Any, ...]) -> Tensor | None:
         """The tensor at `path` of the state; None on a rank that does not have it."""
-        if self._mesh is not None and self._mesh.get_local_rank():
+        if self._mesh is not None and not _is_first(self._mesh):
             return None
         value = self._source
         for key in path:
@@ -417,7 +434,8 @@ class _Sender:
             tensor.copy_(full)
         if tensor.numel():
             flat = tensor.view(-1).view(torch.uint8)  # a backend need not know the dtype
-            dist.broadcast(flat, group=self._mesh.get_group(), group_src=0)
+            for group in _groups_from_first(self._mesh):
+                dist.broadcast(flat, group=group, group_src=0)
         return tensor
 
     def scatter(
@@ -442,16 +460,19 @@ class _Sender:
             return
         direct = out.dtype == outline.dtype and out.device.type == device.type
         received = out if direct else torch.empty(out.numel(), dtype=outline.dtype, device=device)
-        sent = received.new_empty(0)
-        if full is not None:
-            sent = full.reshape(-1).contiguous().to(device)
-        nothing = [0] * len(sizes)
-        all_to_all(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            [sizes[self._mesh.get_local_rank()], *nothing[1:]],
-            nothing if full is None else sizes,
-            self._mesh.get_group(),
-        )
+        if replicate_rank(self._mesh) == 0:
+            sent = received.new_empty(0)
+            if full is not None:
+                sent = full.reshape(-1).contiguous().to(device)
+            nothing = [0] * len(sizes)
+            all_to_all(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [sizes[shard_rank(self._mesh)], *nothing[1:]],
+                nothing if full is None else sizes,
+                shard_group(self._mesh),
+            )
+        if (replicas := replicate_group(self._mesh)) is not None and received.numel():
+            dist.broadcast(received.view(torch.uint8), group=replicas, group_src=0)
         if not direct:
             out.copy_(received)

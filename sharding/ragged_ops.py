@@ -26,6 +26,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from sharding.axes import placements_on, shard_rank
 from sharding.placement import RaggedShard
 
 aten = torch.ops.aten
@@ -60,7 +61,7 @@ def refusal(func: OpOverload, why: str) -> NotImplementedError:
 
 def describe(x: DTensor) -> str:
     """A RaggedDTensor in the words of an error."""
-    return f"a tensor of shape {tuple(x.shape)} placed as {x._spec.placements[0]!r}"
+    return f"a tensor of shape {tuple(x.shape)} placed as {x._spec.placements[-1]!r}"
 
 
 # -- layout checks --------------------------------------------------------------------------------
@@ -177,18 +178,18 @@ def _select(
     rows, *shape = x.shape
     if not -rows <= index < rows:
         raise IndexError(f"index {index} is out of range for {describe(x)}")
-    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[0])
+    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
     numel = math.prod(shape)
     first = index % rows * numel
     kept = [
         (max(start, first) - start, max(min(stop, first + numel) - max(start, first), 0))
         for start, stop in placement.all_bounds(x.numel())
     ]  # of every rank's piece: where the slice starts, and how many of its elements are there
-    begin, size = kept[mesh.get_local_rank()]
+    begin, size = kept[shard_rank(mesh)]
     row = RaggedShard(range(len(shape)), [size for _, size in kept])
     local = x._local_tensor.narrow(0, begin if size else 0, size)
     meta = TensorMeta(torch.Size(shape), x.stride()[1:], local.dtype)
-    return wrap(cls, local, DTensorSpec(mesh, (row,), tensor_meta=meta))
+    return wrap(cls, local, DTensorSpec(mesh, placements_on(mesh, row), tensor_meta=meta))
 
 
 def _new(
@@ -219,8 +220,8 @@ def _copy(
             f"expected a source cut alike or a plain tensor of the full shape for "
             f"{describe(target)}, got {type(source).__name__} of shape {tuple(source.shape)}",
         )
-    placement, mesh = target._spec.placements[0], target._spec.mesh
-    start, stop = placement.bounds(mesh.get_local_rank(), target.numel())  # type: ignore[attr-defined]
+    placement, rank = target._spec.placements[-1], shard_rank(target._spec.mesh)
+    start, stop = placement.bounds(rank, target.numel())  # type: ignore[attr-defined]
     func(target._local_tensor, source.reshape(-1)[start:stop], *rest, **kwargs)
     return target
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
+from sharding.axes import shard_rank
 from sharding.ragged_ops import Handler, describe, overloads_of, refusal
 
 _NAMES = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
@@ -39,8 +40,8 @@ def _draw(
     local = target._local_tensor
     full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     func(full, *rest, **kwargs)
-    placement, mesh = target._spec.placements[0], target._spec.mesh
-    start, stop = placement.bounds(mesh.get_local_rank(), target.numel())  # type: ignore[attr-defined]
+    placement, rank = target._spec.placements[-1], shard_rank(target._spec.mesh)
+    start, stop = placement.bounds(rank, target.numel())  # type: ignore[attr-defined]
     local.copy_(full.view(-1)[start:stop])
     return target
 

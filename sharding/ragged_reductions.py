@@ -1,7 +1,8 @@
 """The full reductions that RaggedDTensor allows, each with its own collective.
 
-Touches local tensors and the mesh's process group. Results are plain tensors, the same on all
-ranks. Which ops may be here says [Note: allow-list] in ragged_ops.py.
+Touches local tensors and the process group of the mesh's shard axis: replicas hold the same and
+need not be asked. Results are plain tensors, the same on all ranks. Which ops may be here says
+[Note: allow-list] in ragged_ops.py.
 
 [Note: norms]
 A rank takes the norm of its own piece with torch's kernel, accumulated in float32 (float64 for
@@ -23,6 +24,7 @@ from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from sharding.axes import shard_group
 from sharding.ragged_ops import Handler, describe, foreach_in_place, refusal, unwrap
 
 aten = torch.ops.aten
@@ -32,10 +34,10 @@ Combine = Callable[[OpOverload, DTensor, dict[str, Any]], Tensor]
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> Tensor:
-    """Reduces over the ranks of a mesh; leaves `values` as they are."""
+    """Reduces over the pieces of one replica; leaves `values` as they are."""
     # Values of a model that is offloaded to the CPU travel through the mesh's device.
     reduced = values.to(mesh.device_type, copy=True)
-    dist.all_reduce(reduced, op, group=mesh.get_group())
+    dist.all_reduce(reduced, op, group=shard_group(mesh))
     return reduced.to(values.device)
 
 

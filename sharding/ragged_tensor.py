@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.axes import placements_on, shard_group, shard_rank, shard_size
 from sharding.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.ragged_ops import LOCAL_OPS, refusal, wrap
 from sharding.ragged_random import RANDOM_OPS
@@ -49,11 +50,13 @@ Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank 
 
 
 class RaggedDTensor(DTensor):
-    """A tensor whose flattened form is cut over the ranks of a 1-D mesh as a `RaggedShard` says.
+    """A tensor whose flattened form is cut over the ranks of a mesh as a `RaggedShard` says.
 
     `shape`, `stride()` and `numel()` are those of the full tensor; `_local_tensor` is this rank's
-    flat 1-D piece, usually a view of a bucket's buffer, and may be empty. Ops run by an allow-list:
-    what is not in it raises and says what to call; see [Note: allow-list] in ragged_ops.py.
+    flat 1-D piece, usually a view of a bucket's buffer, and may be empty. On a 2-D mesh, dim 0
+    replicates and dim 1 cuts: `placements` are `(Replicate(), RaggedShard)`, and collectives stay
+    within a replica. Ops run by an allow-list: what is not in it raises and says what to call; see
+    [Note: allow-list] in ragged_ops.py.
 
     Made by `from_local` or `distribute_ragged`. Does not check that ranks agree.
     """
@@ -71,7 +74,7 @@ class RaggedDTensor(DTensor):
 
         Args:
             local: (n,) contiguous, this rank's range of the flattened tensor. Not differentiated.
-            mesh: 1-D, with one rank for each of the placement's.
+            mesh: 1-D, or 2-D (replicate, shard); its last dim has the placement's ranks.
             placement: How the flattened tensor is cut.
             shape: Of the full tensor.
             requires_grad: Of the result, a leaf.
@@ -80,13 +83,13 @@ class RaggedDTensor(DTensor):
             ValueError: The placement does not fit shape or mesh, or `local` is not the piece that
                 this rank holds.
         """
-        if mesh.ndim != 1 or mesh.size() != placement.world_size:
+        if mesh.ndim not in (1, 2) or shard_size(mesh) != placement.world_size:
             raise ValueError(
-                f"expected a 1-D mesh of {placement.world_size} ranks for {placement!r}, "
-                f"got {mesh!r}"
+                f"expected a 1-D mesh of {placement.world_size} ranks, or a 2-D mesh with as many "
+                f"in its last dim, for {placement!r}, got {mesh!r}"
             )
         placement.check_shape(shape)
-        rank = mesh.get_local_rank()
+        rank = shard_rank(mesh)
         start, stop = placement.bounds(rank, prod(shape))
         if local.shape != (stop - start,) or not local.is_contiguous() or local.requires_grad:
             raise ValueError(
@@ -96,7 +99,7 @@ class RaggedDTensor(DTensor):
             )
         strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
         meta = TensorMeta(torch.Size(shape), strides, local.dtype)
-        spec = DTensorSpec(mesh, (placement,), tensor_meta=meta)
+        spec = DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta)
         return RaggedDTensor(local, spec, requires_grad=requires_grad)
 
     @classmethod
@@ -119,7 +122,7 @@ class RaggedDTensor(DTensor):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """The 1-D mesh that the tensor is cut over.
+        """The mesh that the tensor is cut over: 1-D, or 2-D (replicate, shard).
 
         Raises:
             NotImplementedError: Asked for by torch's functions that cut full state dicts.
@@ -135,8 +138,8 @@ class RaggedDTensor(DTensor):
 
     @property
     def placement(self) -> RaggedShard:
-        """How the flattened tensor is cut; the only element of `placements`."""
-        placement = self._spec.placements[0]
+        """How the flattened tensor is cut; the last element of `placements`."""
+        placement = self._spec.placements[-1]
         if not isinstance(placement, RaggedShard):
             raise RuntimeError(f"expected a RaggedShard, got {placement!r}")
         return placement
@@ -144,7 +147,7 @@ class RaggedDTensor(DTensor):
     @property
     def bounds(self) -> tuple[int, int]:
         """This rank's range `(start, stop)` of the flattened tensor."""
-        return self.placement.bounds(self.device_mesh.get_local_rank(), self.numel())
+        return self.placement.bounds(shard_rank(self._spec.mesh), self.numel())
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
         """This rank's flat 1-D piece, differentiable where this tensor is; not a copy.
@@ -166,11 +169,12 @@ class RaggedDTensor(DTensor):
         The gradient is taken to be the same on all ranks, as torch's DTensor does.
 
         Raises:
-            NotImplementedError: `grad_placements` is not None or `[Replicate()]`.
+            NotImplementedError: `grad_placements` is not None or all `Replicate()`.
         """
-        if grad_placements is not None and list(grad_placements) != [Replicate()]:
+        replicated = [Replicate()] * self._spec.mesh.ndim
+        if grad_placements is not None and list(grad_placements) != replicated:
             raise NotImplementedError(
-                f"expected grad_placements=[Replicate()], got {grad_placements!r}"
+                f"expected grad_placements={replicated!r}, got {grad_placements!r}"
             )
         return _Move.apply(self, None).view(self.shape)
 
@@ -187,7 +191,8 @@ class RaggedDTensor(DTensor):
 
         Args:
             device_mesh: None, or the mesh of this tensor.
-            placements: One of `[Replicate()]`, `[Shard(0)]`, `[RaggedShard(...)]`.
+            placements: One of `[Replicate()]`, `[Shard(0)]`, `[RaggedShard(...)]`; on a 2-D mesh
+                with a `Replicate()` before it, since replicas stay what they are.
             async_op: Not supported.
             forward_dtype: Not supported.
             backward_dtype: Not supported.
@@ -209,31 +214,40 @@ class RaggedDTensor(DTensor):
                 f"expected the mesh {self.device_mesh!r} and no options, got {device_mesh!r}, "
                 f"{async_op=}, {forward_dtype=}, {backward_dtype=}"
             )
-        target = placements[0] if placements is not None and len(placements) == 1 else None
+        mesh, target = self._spec.mesh, self._on_shard_axis(placements)
         if isinstance(target, RaggedShard):
             if target == self.placement:
                 return self
             target.check_shape(self.shape)
-            spec = DTensorSpec(self.device_mesh, (target,), tensor_meta=self._spec.tensor_meta)
+            layout = placements_on(mesh, target)
+            spec = DTensorSpec(mesh, layout, tensor_meta=self._spec.tensor_meta)
             return _FromLocal.apply(_Move.apply(self, target.all_bounds(self.numel())), spec)
         if isinstance(target, Replicate):
             local = self.full_tensor()
         elif type(target) is Shard and self.dim() and target.dim in (0, -self.dim()):
-            rows = _chunks(self.shape[0], self.device_mesh.size())
+            rows = _chunks(self.shape[0], shard_size(mesh))
             row_numel = prod(self.shape[1:])
             bounds = [(start * row_numel, stop * row_numel) for start, stop in rows]
-            start, stop = rows[self.device_mesh.get_local_rank()]
+            start, stop = rows[shard_rank(mesh)]
             local = _Move.apply(self, bounds).view(stop - start, *self.shape[1:])
             target = Shard(0)
         else:
+            lead = "Replicate(), " * (mesh.ndim - 1)
             raise NotImplementedError(
-                f"expected [Replicate()], [Shard(0)] or [RaggedShard(...)] for a tensor of shape "
-                f"{tuple(self.shape)}, got {placements!r}; for other placements distribute "
-                "x.full_tensor()"
+                f"expected [{lead}Replicate()], [{lead}Shard(0)] or [{lead}RaggedShard(...)] for a "
+                f"tensor of shape {tuple(self.shape)}, got {placements!r}; for other placements "
+                "distribute x.full_tensor()"
             )
         return DTensor.from_local(
-            local, self.device_mesh, [target], shape=self.shape, stride=self.stride()
+            local, mesh, placements_on(mesh, target), shape=self.shape, stride=self.stride()
         )
+
+    def _on_shard_axis(self, placements: Sequence[Placement] | None) -> Placement | None:
+        """What `placements` ask for on the shard axis; None if they would not keep replicas."""
+        given = tuple(placements or ())
+        if len(given) != len(self.placements) or given[:-1] != self.placements[:-1]:
+            return None
+        return given[-1]
 
     def data_ptr(self) -> int:
         """0: the tensor has no memory of its own, its piece has (`to_local().data_ptr()`)."""
@@ -294,7 +308,7 @@ class RaggedDTensor(DTensor):
         )
 
     def _boxes(self) -> list[Box]:
-        if self.numel() == 0 and self.device_mesh.get_local_rank() == 0:
+        if self.numel() == 0 and shard_rank(self._spec.mesh) == 0:
             # A tensor without any chunk would be missing from the checkpoint.
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
         return boxes(*self.bounds, self.shape)
@@ -331,7 +345,7 @@ def distribute_ragged(
 
     Args:
         full: The full tensor, the same on all ranks.
-        mesh: 1-D, with one rank for each of the placement's.
+        mesh: 1-D, or 2-D (replicate, shard); its last dim has the placement's ranks.
         placement: How the flattened tensor is cut.
         requires_grad: Of the result, a leaf.
 
@@ -339,7 +353,7 @@ def distribute_ragged(
         ValueError: The placement does not fit the tensor or the mesh.
     """
     placement.check_shape(full.shape)
-    start, stop = placement.bounds(mesh.get_local_rank(), full.numel())
+    start, stop = placement.bounds(shard_rank(mesh), full.numel())
     local = full.detach().reshape(-1)[start:stop].clone()
     return RaggedDTensor.from_local(local, mesh, placement, full.shape, requires_grad=requires_grad)
 
@@ -384,7 +398,7 @@ class _Move(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
         if ctx.target is None:
-            start, stop = ctx.source[ctx.spec.mesh.get_local_rank()]
+            start, stop = ctx.source[shard_rank(ctx.spec.mesh)]
             local = grad[start:stop].clone(memory_format=torch.contiguous_format)
         else:
             local = _exchange(grad.contiguous(), ctx.target, ctx.source, ctx.spec.mesh)
@@ -403,7 +417,7 @@ def _chunks(rows: int, world_size: int) -> Bounds:
 
 def _gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
     """All elements on every rank, from pieces at `bounds`; (numel,)."""
-    group, world_size = mesh.get_group(), len(bounds)
+    group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
     sizes = [stop - start for start, stop in bounds]
     full = local.new_empty(sum(sizes))
     largest = max(sizes)
@@ -411,7 +425,7 @@ def _gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
         # Padding every piece to the largest would multiply the memory by up to the world size.
         works = [
             dist.broadcast(
-                (local if rank == mesh.get_local_rank() else full[start:stop]).view(torch.uint8),
+                (local if rank == own_rank else full[start:stop]).view(torch.uint8),
                 group=group,
                 group_src=rank,
                 async_op=True,
@@ -421,7 +435,7 @@ def _gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
         ]
         for work in works:
             work.wait()
-        start, stop = bounds[mesh.get_local_rank()]
+        start, stop = bounds[own_rank]
         full[start:stop] = local
     elif full.numel():
         padded = local.new_zeros(largest)
@@ -440,7 +454,7 @@ def _exchange(local: Tensor, source: Bounds, target: Bounds, mesh: DeviceMesh) -
     def overlaps(own: tuple[int, int], others: Bounds) -> list[int]:
         return [max(0, min(own[1], stop) - max(own[0], start)) for start, stop in others]
 
-    rank, width = mesh.get_local_rank(), local.element_size()
+    rank, width = shard_rank(mesh), local.element_size()
     sent = overlaps(source[rank], target)
     received = overlaps(target[rank], source)
     moved = local.new_empty(sum(received))
@@ -449,6 +463,6 @@ def _exchange(local: Tensor, source: Bounds, target: Bounds, mesh: DeviceMesh) -
         local.view(torch.uint8),
         [numel * width for numel in received],
         [numel * width for numel in sent],
-        group=mesh.get_group(),
+        group=shard_group(mesh),
     )
     return moved

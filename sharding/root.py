@@ -142,11 +142,11 @@ class RootContext:
         Raises:
             RuntimeError: On every rank, naming the first difference.
         """
-        by_group: dict[dist.ProcessGroup, list[str]] = {}
+        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
         for bucket in self.buckets:
-            by_group.setdefault(bucket.group, []).append(bucket.describe())
-        for group, texts in by_group.items():
-            check_same_on_all_ranks("\n".join(texts), group, "the sharding plan")
+            by_mesh.setdefault(bucket.groups, []).append(bucket.describe())
+        for groups, texts in by_mesh.items():
+            check_same_on_all_ranks("\n".join(texts), groups, "the sharding plan")
 
     def check_optimizers(self) -> None:
         """Proves once that optimizers passed to `fully_shard` hold nothing that no call took.
@@ -259,6 +259,8 @@ class RootContext:
         while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
             self._in_flight.pop(0).wait_for_reduce()
         bucket.reduce_grads(self._order_before_backward)
+        for earlier in self._in_flight:
+            earlier.average_replicas()
         self._in_flight.append(bucket)
 
     def _end_backward(self) -> None:
@@ -282,6 +284,8 @@ class RootContext:
         self.creates_graph = False
 
     def _finish_reductions(self) -> None:
+        for bucket in self._in_flight:
+            bucket.average_replicas()
         for bucket in self._in_flight:
             bucket.wait_for_reduce()
         self._in_flight.clear()

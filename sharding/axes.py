@@ -1,0 +1,48 @@
+"""The two axes that a device mesh may have: the last one shards, the one before it replicates.
+
+Touches nothing; reads meshes. A 1-D mesh has no replicate axis. A 2-D mesh is that of HSDP, as
+torch's `fully_shard` takes it: dim 0 replicates, dim 1 shards.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.placement_types import Placement
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that hold one replica together, in the order of their pieces."""
+    return mesh.get_group(mesh.ndim - 1)
+
+
+def shard_rank(mesh: DeviceMesh) -> int:
+    """The place of this rank in its `shard_group`: which piece of a tensor it holds."""
+    return mesh.get_local_rank(mesh.ndim - 1)
+
+
+def shard_size(mesh: DeviceMesh) -> int:
+    """The number of pieces that a tensor is cut into."""
+    return mesh.size(mesh.ndim - 1)
+
+
+def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
+    """The ranks that hold the same piece as this one; None on a 1-D mesh."""
+    return None if mesh.ndim == 1 else mesh.get_group(0)
+
+
+def replicate_rank(mesh: DeviceMesh) -> int:
+    """The place of this rank in its `replicate_group`; 0 on a 1-D mesh."""
+    return 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
+
+
+def groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
+    """The group of each axis, the shard axis first: one after the other they reach all ranks."""
+    replicas = replicate_group(mesh)
+    return (shard_group(mesh),) if replicas is None else (shard_group(mesh), replicas)
+
+
+def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
+    """One placement for each dim of the mesh: `placement` on the shard axis."""
+    return (*(Replicate() for _ in range(mesh.ndim - 1)), placement)
