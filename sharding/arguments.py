@@ -90,6 +90,7 @@ def check_options(
     offload_policy: object,
     structure: object,
     optimizer: object,
+    resident_padding: object,
 ) -> None:
     """Refuses values of the wrong type, and valid requests that are not supported."""
     if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
@@ -123,6 +124,16 @@ def check_options(
         raise TypeError(
             f"optimizer: expected one that declares structure ({', '.join(needed)}), such as "
             f"vfsdp_optim.AdamW, got {type(optimizer).__name__}; build others after fully_shard"
+        )
+    if isinstance(resident_padding, bool) or not isinstance(resident_padding, (int, float)):
+        raise TypeError(
+            f"resident_padding: expected a fraction of the bucket such as 0.02, got "
+            f"{resident_padding!r}"
+        )
+    if not resident_padding >= 0:
+        raise ValueError(
+            f"resident_padding: expected a fraction of the bucket, 0 or more, got "
+            f"{resident_padding!r}; 0.02 allows 2 %, 0 pads nothing for residency"
         )
 
 

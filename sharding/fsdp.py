@@ -58,6 +58,7 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     optimizer: DeclaresStructure | None = None,
     structure: StructureFn | None = None,
+    resident_padding: float = 0.02,
 ) -> ModuleOrList:
     """Shards the parameters of `module` over `mesh`, in place; they become one bucket.
 
@@ -84,6 +85,9 @@ def fully_shard(
             groups are edited in place to hold the sharded parameters.
         structure: `(fqn, parameter) -> Structure | None`, for structure that must hold in the
             stored layout, such as the blocks of a weight quantizer.
+        resident_padding: Padding, as a fraction of the bucket's elements, up to which cuts are
+            moved out of the units that `optimizer` wants whole in its step, so that they need not
+            travel to an owner. 0 moves none. Changes where things lie, never what they become.
 
     Returns:
         `module`, whose class now derives from `FSDPModule`.
@@ -101,7 +105,13 @@ def fully_shard(
     modules = module if isinstance(module, list) else [module]
     check_modules(modules)
     check_options(
-        reshard_after_forward, shard_placement_fn, mp_policy, offload_policy, structure, optimizer
+        reshard_after_forward,
+        shard_placement_fn,
+        mp_policy,
+        offload_policy,
+        structure,
+        optimizer,
+        resident_padding,
     )
     mesh = checked_mesh(mesh)
     ignored = checked_ignored(ignored_params)
@@ -112,7 +122,12 @@ def fully_shard(
     if sites:
         originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
         specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
-        plan = negotiate(", ".join(map(class_name, modules)), specs, shard_size(mesh))
+        plan = negotiate(
+            ", ".join(map(class_name, modules)),
+            specs,
+            shard_size(mesh),
+            resident_padding=resident_padding,
+        )
         bucket = Bucket(
             plan,
             list(sites.values()),

@@ -97,6 +97,19 @@ class BucketPlan:
         verdicts = self.unit_verdicts(i)
         return sum(u.numel for u, resident in zip(units, verdicts, strict=True) if not resident)
 
+    def moved_numel_of(self, i: int) -> int:
+        """Elements of `params[i]` that travel to the rank that holds most of their unit."""
+        which, index = self.location[i]
+        shard, offset = self.segments[which].shard_numel, self.segments[which].offsets[index]
+        moved = 0
+        for unit in self.params[i].step_units:
+            start, stop = offset + unit.start, offset + unit.start + unit.numel
+            first, last = start // shard, (stop - 1) // shard
+            if first < last:
+                head, tail = (first + 1) * shard - start, stop - last * shard
+                moved += unit.numel - (shard if last - first > 1 else max(head, tail))
+        return moved
+
     def unit_verdicts(self, i: int) -> tuple[bool, ...]:
         """Whether each of `params[i].step_units` is resident."""
         which, index = self.location[i]
@@ -147,6 +160,7 @@ def negotiate(
         world_size: Ranks that share the bucket.
         resident_padding: Padding, as a fraction of the bucket's elements, up to which granules are
             raised for residency. If the stored demands alone need more, raising may not add to it.
+            0 raises none, also where it would cost nothing.
 
     Raises:
         ValueError: Demands of a parameter do not fit its shape or each other, two parameters have
@@ -233,7 +247,7 @@ def _choose_granules(
     can_rise = [i for i in range(len(params)) if raised[i] != stored[i]]
     base = _plan("", params, stored, world_size)
     best, best_granules = base, stored
-    if not can_rise or not base.owned_numel:
+    if not can_rise or not base.owned_numel or not resident_padding:
         return best_granules
     tolerated = max(resident_padding, base.padding_ratio)
     attempts = _ATTEMPTS

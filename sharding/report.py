@@ -6,11 +6,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
+import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
+from sharding.axes import shard_size
 from sharding.bucket import Bucket
+from sharding.negotiation import BucketPlan, negotiate
 from sharding.state import state_of
 
 
@@ -25,8 +28,11 @@ class BucketRow:
         dtypes: One per segment.
         shard_numel: S of each segment, the elements that every rank holds.
         padding: Elements of padding over all ranks, as a share of `numel`.
-        resident: Parameters of 2 and more dimensions that lie whole on one rank.
-        owned: Those that do not; what an optimizer needs whole of them travels to an owner rank.
+        resident: Units that lie whole on one rank: those that `optimizer=` declared for its step,
+            or, where nothing was declared, every parameter of 2 and more dimensions as one unit.
+        owned: Units that do not, and travel to an owner rank in a step that needs them whole.
+        saved_bytes: Bytes that residency keeps from travelling in a step, to owners and back, in a
+            replica: against the layout of `resident_padding=0`, in the dtype of the parameters.
     """
 
     bucket: str
@@ -37,13 +43,21 @@ class BucketRow:
     padding: float
     resident: int
     owned: int
+    saved_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The layout of a model; prints as a table."""
+    """The layout of a model; prints as a table.
+
+    Attributes:
+        world_size: Ranks that the model is cut over.
+        replicas: How often it is there: the size of dim 0 of a 2-D mesh.
+        buckets: In module order.
+    """
 
     world_size: int
+    replicas: int
     buckets: tuple[BucketRow, ...]
 
     def to_json(self) -> str:
@@ -52,7 +66,8 @@ class Layout:
 
     def __str__(self) -> str:
         """A table with one row per bucket and a total."""
-        headers = ["bucket", "parameters", "elements", "dtype", "S", "padding", "resident", "owned"]
+        headers = ["bucket", "parameters", "elements", "dtype", "S", "padding"]
+        headers += ["resident", "owned", "bytes saved"]
         rows = [_cells(row) for row in self.buckets]
         numel = sum(row.numel for row in self.buckets)
         padding = sum(row.padding * row.numel for row in self.buckets) / max(numel, 1)
@@ -65,8 +80,12 @@ class Layout:
             f"{padding:.2%}",
             str(sum(row.resident for row in self.buckets)),
             str(sum(row.owned for row in self.buckets)),
+            f"{sum(row.saved_bytes for row in self.buckets):,}",
         ]
-        return render_table(f"layout on {self.world_size} ranks", headers, rows, footer=total)
+        title = f"layout on {self.world_size} ranks"
+        if self.replicas > 1:
+            title += f", {self.replicas} replicas"
+        return render_table(title, headers, rows, footer=total)
 
 
 def layout(model: nn.Module) -> Layout:
@@ -85,28 +104,41 @@ def layout(model: nn.Module) -> Layout:
         raise ValueError(
             f"{type(model).__name__} has no sharded parameters; call fully_shard first"
         )
-    world_size = next(iter(buckets.values())).mesh.size()
-    return Layout(world_size, tuple(_row(name, bucket) for name, bucket in buckets.items()))
+    mesh = next(iter(buckets.values())).mesh
+    rows = tuple(_row(name, bucket) for name, bucket in buckets.items())
+    return Layout(shard_size(mesh), mesh.size() // shard_size(mesh), rows)
 
 
 def _row(name: str, bucket: Bucket) -> BucketRow:
-    segments = bucket.plan.segments
+    plan, segments = bucket.plan, bucket.plan.segments
     numel = sum(segment.numel for segment in segments)
-    whole = [
-        len(segments[segment].ranges(index)) <= 1
-        for spec, (segment, index) in zip(bucket.plan.params, bucket.plan.location, strict=True)
-        if len(spec.shape) >= 2
-    ]
+    whole: list[bool] = []
+    for i, (spec, (segment, index)) in enumerate(zip(plan.params, plan.location, strict=True)):
+        if any(demand.when == "step" for demand in spec.demands):
+            whole += plan.unit_verdicts(i)
+        elif len(spec.shape) >= 2 and not spec.demands:
+            whole.append(len(segments[segment].ranges(index)) <= 1)
     padding = sum(segment.padding for segment in segments) / max(numel, 1)
     return BucketRow(
         bucket=name,
         parameters=len(bucket.parameters),
         numel=numel,
-        dtypes=bucket.plan.dtypes,
+        dtypes=plan.dtypes,
         shard_numel=tuple(segment.shard_numel for segment in segments),
         padding=padding,
         resident=sum(whole),
         owned=len(whole) - sum(whole),
+        saved_bytes=_saved_bytes(plan),
+    )
+
+
+def _saved_bytes(plan: BucketPlan) -> int:
+    """What the raised granules are worth; see `BucketRow.saved_bytes`."""
+    world_size = plan.segments[0].world_size
+    unraised = negotiate(plan.name, plan.params, world_size, resident_padding=0)
+    return 2 * sum(
+        (unraised.moved_numel_of(i) - plan.moved_numel_of(i)) * getattr(torch, param.dtype).itemsize
+        for i, param in enumerate(plan.params)
     )
 
 
@@ -120,6 +152,7 @@ def _cells(row: BucketRow) -> list[str]:
         f"{row.padding:.2%}",
         str(row.resident),
         str(row.owned),
+        f"{row.saved_bytes:,}",
     ]
 
 

@@ -75,11 +75,11 @@ def make_net(seed: int, *, sharded: bool = False, dtype: torch.dtype = torch.flo
     return net
 
 
-def shard_net(net: Net) -> None:
+def shard_net(net: Net, **options: Any) -> None:
     """Two buckets of blocks, and one for the rest."""
     for block in net.blocks:
-        fully_shard(block)
-    fully_shard(net)
+        fully_shard(block, **options)
+    fully_shard(net, **options)
 
 
 def make_optimizer(net: nn.Module, kind: str, **kwargs: Any) -> torch.optim.Optimizer:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import vfsdp_optim
@@ -27,6 +27,9 @@ class Run:
     checkpoint: str = ""  # "" | "inside" | "outside" of the sharded module
     reshard_after_forward: bool | None = None
     optimizer_first: bool = False  # the optimizer's declarations shape the layout
+    resident_padding: float = 0.02
+    mesh: tuple[int, ...] = ()  # sizes of a mesh (replicate, shard); default: all ranks shard
+    all_reduce_every_micro_batch: bool = True
     compute_dtype: str = "float32"
     clip: float = 0.0  # max norm of clip_grad_norm_; 0: no clipping
     lr: float = 0.005
@@ -103,9 +106,18 @@ def shard(model: TinyGPT, run: Run, optimizer: torch.optim.Optimizer | None = No
     if dtype != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     options = dict(mp_policy=policy, reshard_after_forward=run.reshard_after_forward)
+    if run.mesh:
+        options["mesh"] = mesh_of(run.mesh)
+    if optimizer is not None:
+        options["resident_padding"] = run.resident_padding
     for block in model.blocks:
         fully_shard(block, optimizer=optimizer, **options)
     fully_shard(model, optimizer=optimizer, **options)
+
+
+def mesh_of(sizes: tuple[int, ...]) -> DeviceMesh:
+    """A mesh that replicates over its first dim and shards over its second."""
+    return init_device_mesh("cpu", sizes, mesh_dim_names=("replicate", "shard"))
 
 
 def tokens_of(step: int) -> Tensor:
@@ -119,16 +131,6 @@ def tokens_of(step: int) -> Tensor:
 def train(run: Run) -> list[float]:
     """Trains on all ranks of the default group, or in this process; returns the global losses."""
     return train_model(run)[0]
-
-
-def train_and_gather(run: Run) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses and the full trained parameters by name."""
-    losses, model = train_model(run)
-    full = {
-        name: p.full_tensor() if isinstance(p, DTensor) else p
-        for name, p in model.named_parameters()
-    }
-    return losses, {name: p.detach() for name, p in full.items()}
 
 
 def train_model(run: Run) -> tuple[list[float], nn.Module]:
@@ -162,6 +164,8 @@ def _step(
         mine = part.tensor_split(world_size)[rank]
         if dist.is_initialized() and not run.sync_every_micro_batch:
             model.set_requires_gradient_sync(i == len(parts) - 1)
+        if dist.is_initialized() and not run.all_reduce_every_micro_batch:
+            model.set_requires_all_reduce(i == len(parts) - 1)
         logits = model(mine[:, :-1]).float()
         loss = F.cross_entropy(logits.flatten(0, 1), mine[:, 1:].flatten()) / run.micro_batches
         loss.backward()

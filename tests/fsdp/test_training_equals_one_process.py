@@ -9,9 +9,12 @@ from functools import cache
 
 import pytest
 import torch
+from torch import Tensor
 
 from ranks import run_ranks
-from training import Run, train, train_and_gather
+from sharding import layout
+from sharding.report import Layout
+from training import Run, train, train_model
 
 TOLERANCE = 1e-5  # fp32 sums of 2 to 16 addends in another order, carried through 20 steps
 
@@ -79,14 +82,30 @@ def test_bf16_compute_with_fp32_reduction_stays_close() -> None:
         assert losses != expected
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 5])
+def train_and_look(run: Run) -> tuple[list[float], dict[str, Tensor], Layout]:
+    """The losses, the full weights and the layout."""
+    losses, model = train_model(run)
+    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
+    return losses, weights, layout(model)
+
+
+@pytest.mark.parametrize("world_size", [3, 5])
 def test_residency_changes_no_bit(world_size: int) -> None:
-    """The layout changes with what the optimizer declares; over gloo the averages do not."""
-    run = Run(optimizer="muon", steps=4)
-    declared = run_ranks(train_and_gather, world_size, replace(run, optimizer_first=True))
-    undeclared = run_ranks(train_and_gather, world_size, run)
-    for (losses, weights), (other_losses, other_weights) in zip(declared, undeclared, strict=True):
+    """The layout changes with the padding for residency; over gloo the averages do not."""
+    run = Run(optimizer="muon", steps=4, optimizer_first=True)
+    raised = run_ranks(train_and_look, world_size, replace(run, resident_padding=1.0))
+    unraised = run_ranks(train_and_look, world_size, replace(run, resident_padding=0.0))
+    for (losses, weights, plan), (other_losses, other_weights, other_plan) in zip(
+        raised, unraised, strict=True
+    ):
         assert losses == other_losses
         assert weights.keys() == other_weights.keys()
         for name, weight in weights.items():
             assert torch.equal(weight, other_weights[name]), name
+        saved = [bucket.saved_bytes for bucket in plan.buckets]
+        assert sum(saved) > 0
+        assert all(bucket.saved_bytes == 0 for bucket in other_plan.buckets)
+        resident, other_resident = (
+            sum(bucket.resident for bucket in each.buckets) for each in (plan, other_plan)
+        )
+        assert resident > other_resident

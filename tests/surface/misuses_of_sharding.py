@@ -155,10 +155,40 @@ MISUSES_OF_SHARDING = [
         spoils="plain",
     ),
     Misuse(
-        "mesh_of_two_dimensions",
+        "mesh_of_two_unnamed_dimensions",
         lambda s: fully_shard(s.plain, mesh=init_device_mesh("cpu", (1, 2))),
         ValueError,
-        ("(1, 2)", "mesh['name']"),
+        ("(1, 2)", "mesh_dim_names", "dim 0 replicates", "dim 1 shards"),
+    ),
+    Misuse(
+        "mesh_of_three_dimensions",
+        lambda s: fully_shard(s.plain, mesh=init_device_mesh("cpu", (1, 2, 1))),
+        ValueError,
+        ("1D or 2D", "(1, 2, 1)", "mesh['replicate', 'shard']"),
+    ),
+    Misuse(
+        "all_reduce_without_replicas",
+        lambda s: s.model.set_requires_all_reduce(False),
+        ValueError,
+        ("set_requires_all_reduce(False)", "Small", "set_requires_gradient_sync(False)"),
+    ),
+    Misuse(
+        "padding_as_a_text",
+        lambda s: fully_shard(s.plain, resident_padding="2 %"),
+        TypeError,
+        ("resident_padding", "'2 %'", "0.02"),
+    ),
+    Misuse(
+        "negative_padding",
+        lambda s: fully_shard(s.plain, resident_padding=-0.1),
+        ValueError,
+        ("resident_padding", "0 or more", "got -0.1"),
+    ),
+    Misuse(
+        "no_padding_at_all",
+        lambda s: fully_shard(s.plain, resident_padding=float("nan")),
+        ValueError,
+        ("resident_padding", "got nan"),
     ),
     Misuse(
         "mesh_as_a_number",

@@ -9,22 +9,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.profiler import ProfilerActivity, profile
 
-from ranks import run_ranks
+from ranks import collectives, run_ranks
 from sharding import fully_shard
 from small_models import build, full_gradients, loss_of, make_optimizer, set_gradients, shard
 from vfsdp_optim import Muon
 
 ROOT = Path(__file__).parents[2]
-
-
-def collectives(function) -> list[str]:
-    """Names of the process group's calls, in order. Sizes of uneven exchanges differ by rank."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        function()
-    events = [e for e in profiler.events() if e.name.startswith("c10d::")]
-    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
 
 
 def train_with_missing() -> list[list[str]]:

@@ -1,0 +1,371 @@
+"""HSDP: `fully_shard` over a 2-D mesh, whose dim 0 replicates and whose dim 1 shards."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Replicate
+
+import training
+from ranks import RankError, collectives, run_ranks
+from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
+from training import Run, mesh_of
+
+TOLERANCE = 1e-5  # as in test_training_equals_one_process.py
+RUN = Run(optimizer="torch_adamw", mesh=(2, 2), steps=8)
+
+
+@cache
+def one_process(run: Run) -> list[float]:
+    return training.train(run)
+
+
+def train(run: Run) -> tuple[list[float], list[Tensor]]:
+    """The losses, and this rank's elements of all parameters."""
+    losses, model = training.train_model(run)
+    return losses, [p.to_local().detach() for p in model.parameters()]
+
+
+def assert_trains_alike(run: Run, tolerance: float = TOLERANCE) -> None:
+    """Losses are those of one process, and replicas end with the same bits."""
+    replicas, shards = run.mesh
+    plain = Run(optimizer=run.optimizer, steps=run.steps, micro_batches=run.micro_batches)
+    expected = one_process(replace(plain, clip=run.clip))
+    results = run_ranks(train, replicas * shards, run)
+    for rank, (losses, pieces) in enumerate(results):
+        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+        assert difference < tolerance, (losses, expected)
+        for piece, twin in zip(pieces, results[rank % shards][1], strict=True):
+            assert torch.equal(piece, twin)
+    assert expected[-1] < expected[0] - 0.02, "the model did not train at all"
+
+
+@pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (1, 2), (1, 1)])
+def test_losses_equal_one_process(mesh: tuple[int, int]) -> None:
+    assert_trains_alike(replace(RUN, mesh=mesh))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"checkpoint": "outside"},
+        {"micro_batches": 4},
+        {"micro_batches": 4, "sync_every_micro_batch": False},
+        {"micro_batches": 4, "all_reduce_every_micro_batch": False},
+        {"reshard_after_forward": True},
+        {"reshard_after_forward": False},
+        {"clip": 0.2},
+    ],
+    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
+)
+def test_losses_equal_one_process_in_every_mode(change: dict[str, object]) -> None:
+    assert_trains_alike(replace(RUN, **change))
+
+
+def test_bf16_compute_with_fp32_reduction_stays_close() -> None:
+    """bf16 rounds activations to 8 bits of mantissa: losses near 4.1 agree within about 1 %."""
+    assert_trains_alike(replace(RUN, compute_dtype="bfloat16"), tolerance=0.04)
+
+
+# -- the average, exactly -------------------------------------------------------------------------
+
+
+class Vector(nn.Module):
+    """The gradient of `weight` is the input."""
+
+    def __init__(self, numel: int = 700) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(numel))
+        self.unused = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor, use_all: bool = False) -> Tensor:
+        loss = (self.weight * x).sum()
+        return loss + 8 * self.unused.sum() if use_all else loss
+
+
+def addend(rank: int, micro_batch: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * micro_batch + rank)
+    return torch.randn(700, generator=generator) * 3.0**rank
+
+
+def gradient_of(mesh: tuple[int, int], dtype: torch.dtype | None, whole: bool) -> Tensor:
+    """The full averaged gradient; `whole` puts all of it on one rank."""
+    model = Vector()
+
+    def structure(fqn: str, parameter: Tensor) -> FullMatrix | None:
+        return FullMatrix("n -> n 1") if whole and fqn == "weight" else None
+
+    policy = MixedPrecisionPolicy(reduce_dtype=dtype)
+    fully_shard(model, mesh=mesh_of(mesh), mp_policy=policy, structure=structure)
+    assert model.weight.placement.local_units.count(0) == (mesh[1] - 1 if whole else 0)
+    model(addend(dist.get_rank())).backward()
+    assert model.unused.grad is None
+    assert model.weight.grad.placements == (Replicate(), model.weight.placement)
+    return model.weight.grad.full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype"),
+    [((2, 2), None), ((2, 2), torch.bfloat16), ((3, 2), None), ((2, 1), torch.float16)],
+)
+def test_average_is_summed_in_rank_order_and_divided_once(
+    mesh: tuple[int, int], dtype: torch.dtype | None
+) -> None:
+    """pytorch#155903: what HSDP divided by differed from FSDP.
+
+    Shard ranks are added first, then replicas, in fp32 whatever the dtype on the wire, wherever
+    an element lies.
+    """
+    replicas, shards = mesh
+    total = torch.zeros(())
+    for replica in range(replicas):
+        of_replica = torch.zeros(())
+        for shard in range(shards):
+            one = addend(replica * shards + shard)
+            of_replica = of_replica + (one if dtype is None else one.to(dtype).float())
+        total = total + of_replica
+    for whole in (False, True):
+        for average in run_ranks(gradient_of, replicas * shards, mesh, dtype, whole):
+            assert torch.equal(average, total / (replicas * shards))
+
+
+def accumulated(modes: str, shard: Callable[..., nn.Module]) -> list[Tensor | None]:
+    """The full gradient after each micro-batch: "." without sync, "r" without all-reduce."""
+    model = Vector()
+    shard(model, mesh=mesh_of((2, 2)))
+    gradients = []
+    for i, mode in enumerate(modes):
+        model.set_requires_gradient_sync(mode != ".")
+        if mode == "r":
+            model.set_requires_all_reduce(False)
+        model(addend(dist.get_rank(), i)).backward()
+        grad = model.weight.grad
+        gradients.append(None if grad is None else grad.full_tensor().clone())
+        if i == 0:
+            model.zero_grad()  # what users see; what waits for a reduction stays
+    return gradients
+
+
+@pytest.mark.parametrize("modes", ["rra", ".ra", "r.ra", "ara", "ra.a"])
+def test_reductions_without_all_reduce_accumulate_as_torchs(modes: str) -> None:
+    both = (fully_shard, torch_fsdp.fully_shard)
+    ours, torchs = (run_ranks(accumulated, 4, modes, shard) for shard in both)
+    for gradients, expected in zip(ours, torchs, strict=True):
+        for gradient, other in zip(gradients, expected, strict=True):
+            assert (gradient is None) == (other is None)
+            if gradient is not None:  # of about 40; torch adds in another order
+                torch.testing.assert_close(gradient, other, atol=1e-4, rtol=1e-5)
+        for gradient, of_first in zip(gradients, ours[0], strict=True):
+            assert gradient is None or torch.equal(gradient, of_first)
+
+
+def gradient_of_unused(used_on: list[list[int]]) -> Tensor | None:
+    """What `unused` got when a step's micro-batches used it on these ranks."""
+    model = Vector()
+    fully_shard(model, mesh=mesh_of((2, 2)))
+    for i, ranks in enumerate(used_on):
+        model.set_requires_all_reduce(i == len(used_on) - 1)
+        model(addend(dist.get_rank(), i), use_all=dist.get_rank() in ranks).backward()
+    return None if model.unused.grad is None else model.unused.grad.full_tensor()
+
+
+@pytest.mark.parametrize("used_on", [[[3]], [[0]], [[1], []], [[2], [2]], [[], [0, 1, 2, 3]]])
+def test_gradient_is_none_only_where_no_rank_of_any_replica_has_one(
+    used_on: list[list[int]],
+) -> None:
+    """pytorch#158719, over both dims: one rank that used a parameter is enough for all."""
+    expected = torch.full((3,), 8.0 * sum(map(len, used_on)) / 4)
+    for gradient in run_ranks(gradient_of_unused, 4, used_on):
+        assert torch.equal(gradient, expected)
+    assert run_ranks(gradient_of_unused, 4, [[] for _ in used_on]) == [None] * 4
+
+
+# -- collectives ----------------------------------------------------------------------------------
+
+
+def calls_of_a_step(all_reduce: bool) -> list[str]:
+    model = training.build_model(RUN)
+    training.shard(model, RUN)
+    tokens = training.tokens_of(0)
+    for _ in range(2):
+        model.set_requires_all_reduce(all_reduce)
+        loss = model(tokens).square().mean()
+        calls = collectives(loss.backward)
+    return calls
+
+
+def test_replicas_add_one_exchange_per_bucket() -> None:
+    """Over gloo a swap of two ranks is an all-to-all: gather, reduction, exchange of replicas."""
+    with_all_reduce = run_ranks(calls_of_a_step, 4, True)
+    without = run_ranks(calls_of_a_step, 4, False)
+    assert all(calls == with_all_reduce[0] for calls in with_all_reduce)
+    assert set(with_all_reduce[0]) == set(without[0]) == {without[0][0]}
+    assert len(with_all_reduce[0]) == len(without[0]) + 4
+
+
+# -- what ranks must agree on ---------------------------------------------------------------------
+
+
+class Parallel(nn.Module):
+    """Adds two layers, computed in the order that each rank is told."""
+
+    def __init__(self, *, backwards: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.backwards = backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.a(x) if self.backwards else self.a(x) + self.b(x)
+
+
+def replica_gathers_in_another_order(ranks: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = Parallel(backwards=dist.get_rank() in ranks)
+    mesh = mesh_of((2, 2))
+    for part in (model.a, model.b, model):
+        fully_shard(part, mesh=mesh)
+    model(torch.ones(2, 20)).sum().backward()
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3,)])
+def test_replicas_that_gather_in_other_orders_raise_before_a_gradient_is_seen(
+    ranks: tuple[int, ...],
+) -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(replica_gathers_in_another_order, 4, ranks, timeout=30)
+    assert len(error.value.reports) == 4
+    for report in error.value.reports.values():
+        assert "in different orders" in report
+
+
+def plan_differs(ranks: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(20, 20 + 4 * (dist.get_rank() in ranks))
+    fully_shard(model, mesh=mesh_of((2, 2)))
+    model(torch.ones(2, 20))
+
+
+@pytest.mark.parametrize("ranks", [(2, 3), (3,), (0, 2), (1,)])
+def test_plan_that_differs_anywhere_is_named_on_every_rank(ranks: tuple[int, ...]) -> None:
+    """Also where it is the same within every replica, or within every group of replicas."""
+    other = min(set(range(4)) - set(ranks) if 0 in ranks else ranks)
+    with pytest.raises(RankError) as error:
+        run_ranks(plan_differs, 4, ranks, timeout=30)
+    assert len(error.value.reports) == 4
+    for report in error.value.reports.values():
+        assert f"the sharding plan differs between ranks 0 and {other}: " in report
+        assert "weight shape=(20, 20)" in report
+        assert "weight shape=(24, 20)" in report
+
+
+def unequal_replicas(debug: bool) -> Tensor:
+    """Replicas that were built from other seeds; the rank's elements of a weight."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", "1" if debug else "0")
+        torch.manual_seed(dist.get_rank() // 2)
+        model = nn.Linear(20, 20)
+        fully_shard(model, mesh=mesh_of((2, 2)))
+        model(torch.ones(2, 20))
+        model.reshard()
+        return model.weight.to_local().detach()
+
+
+def test_replicas_that_begin_unequal_are_left_alone_as_by_torch_and_found_in_debug_mode() -> None:
+    pieces = run_ranks(unequal_replicas, 4, False)
+    assert not torch.equal(pieces[0], pieces[2])
+    with pytest.raises(RankError) as error:
+        run_ranks(unequal_replicas, 4, True, timeout=30)
+    assert len(error.value.reports) == 4
+    for report in error.value.reports.values():
+        assert "the sharding plan differs between ranks 0 and 2: 'initial values of" in report
+
+
+# -- surface --------------------------------------------------------------------------------------
+
+
+def errors_of_meshes() -> list[str]:
+    errors = []
+    for sizes, names in [((1, 2, 1), ("a", "b", "c")), ((1, 2), None)]:
+        model = Vector()
+        with pytest.raises(ValueError, match="fully_shard expects") as error:
+            fully_shard(model, mesh=init_device_mesh("cpu", sizes, mesh_dim_names=names))
+        assert type(model) is Vector
+        errors.append(str(error.value))
+    model = fully_shard(Vector())
+    model.set_requires_all_reduce(True)
+    with pytest.raises(ValueError, match="set_requires_all_reduce") as error:
+        model.set_requires_all_reduce(False)
+    errors.append(str(error.value))
+    for padding, kind in (("2 %", TypeError), (True, TypeError), (-1, ValueError)):
+        with pytest.raises(kind) as refusal:
+            fully_shard(Vector(), resident_padding=padding)
+        errors.append(str(refusal.value))
+    return errors
+
+
+def test_errors_say_what_to_do() -> None:
+    for errors in run_ranks(errors_of_meshes, 2):
+        assert errors == [
+            "fully_shard expects a 1D or 2D DeviceMesh but got DeviceMesh((a=1, b=2, c=1), 'cpu', "
+            "stride=((), 1, ())); pass the one or two dimensions for data, mesh['shard'] or "
+            "mesh['replicate', 'shard']",
+            "fully_shard expects mesh_dim_names of the 2D mesh for HSDP but got DeviceMesh((1, 2), "
+            "'cpu', stride=((), 1)); make it with init_device_mesh(..., "
+            "mesh_dim_names=('replicate', 'shard')): dim 0 replicates, dim 1 shards",
+            "set_requires_all_reduce(False): Vector is not sharded over a 2-D mesh, so there are "
+            "no replicas to average over later; use set_requires_gradient_sync(False), or shard "
+            "over mesh['replicate', 'shard']",
+            "resident_padding: expected a fraction of the bucket such as 0.02, got '2 %'",
+            "resident_padding: expected a fraction of the bucket such as 0.02, got True",
+            "resident_padding: expected a fraction of the bucket, 0 or more, got -1; 0.02 allows "
+            "2 %, 0 pads nothing for residency",
+        ]
+
+
+def parts_of_a_bigger_mesh() -> tuple[str, str, float]:
+    """The data dims of a mesh with one more dim; the same dims in another order."""
+    whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "fsdp"))
+    model = fully_shard(Vector(), mesh=whole["dp", "fsdp"])
+    model(torch.ones(700) * dist.get_rank()).backward()
+    placement = model.weight.placement
+    assert isinstance(model.weight.device_mesh, DeviceMesh)
+    assert isinstance(placement, RaggedShard)
+    assert model.weight.bounds == placement.bounds(dist.get_rank() % 2, 700)
+    return (
+        str(layout(model)).splitlines()[0].strip(),
+        str(model.weight.placements),
+        float(model.weight.grad.full_tensor()[0]),
+    )
+
+
+def test_two_dims_of_a_bigger_mesh_serve() -> None:
+    for title, placements, average in run_ranks(parts_of_a_bigger_mesh, 4):
+        assert title == "layout on 2 ranks, 2 replicas"
+        assert (
+            placements
+            == "(Replicate(), RaggedShard(dims=(0,), local_units=(2, 1), unit_numel=256))"
+        )
+        assert average == 1.5
+
+
+def step_after_an_exception() -> Tensor:
+    """A backward that raises after one without all-reduce; its sums must not come back."""
+    model = Vector()
+    fully_shard(model, mesh=mesh_of((2, 2)))
+    model.set_requires_all_reduce(False)
+    model(addend(dist.get_rank())).backward()
+    model.reset_iter_state()
+    model.set_requires_all_reduce(True)
+    model(torch.ones(700)).backward()
+    return model.weight.grad.full_tensor()
+
+
+def test_reset_forgets_sums_that_wait_for_replicas() -> None:
+    for gradient in run_ranks(step_after_an_exception, 4):
+        assert torch.equal(gradient, torch.ones(700))
