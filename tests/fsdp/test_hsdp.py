@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate
 import training
 from ranks import RankError, collectives, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
+from sharding.collectives import PendingMean, Transport
 from training import Run, mesh_of
 
 TOLERANCE = 1e-5  # as in test_training_equals_one_process.py
@@ -207,6 +208,33 @@ def test_replicas_add_one_exchange_per_bucket() -> None:
     assert all(calls == with_all_reduce[0] for calls in with_all_reduce)
     assert set(with_all_reduce[0]) == set(without[0]) == {without[0][0]}
     assert len(with_all_reduce[0]) == len(without[0]) + 4
+
+
+def order_of_steps() -> list[str]:
+    steps = []
+
+    def noted(name: str) -> Callable[..., PendingMean]:
+        method = getattr(Transport, name)
+
+        def note(self: Transport, *args: object) -> PendingMean:
+            steps.append(name)
+            return method(self, *args)
+
+        return note
+
+    model = training.build_model(RUN)
+    training.shard(model, RUN)
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("reduce_scatter_", "all_reduce_"):
+            patch.setattr(Transport, name, noted(name))
+        model(training.tokens_of(0)).square().mean().backward()
+    return steps
+
+
+def test_a_bucket_is_averaged_over_replicas_while_the_next_one_is_reduced() -> None:
+    reduce, average = "reduce_scatter_", "all_reduce_"
+    for steps in run_ranks(order_of_steps, 4):
+        assert steps == [reduce, reduce, average, reduce, average, reduce, average, average]
 
 
 # -- what ranks must agree on ---------------------------------------------------------------------
