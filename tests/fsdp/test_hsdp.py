@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
+import sharding.collectives as collectives_of_sharding
 import training
 from ranks import RankError, collectives, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
@@ -72,6 +73,27 @@ def test_losses_equal_one_process_in_every_mode(change: dict[str, object]) -> No
 def test_bf16_compute_with_fp32_reduction_stays_close() -> None:
     """bf16 rounds activations to 8 bits of mantissa: losses near 4.1 agree within about 1 %."""
     assert_trains_alike(replace(RUN, compute_dtype="bfloat16"), tolerance=0.04)
+
+
+def train_natively(run: Run) -> tuple[list[float], list[Tensor], list[Tensor]]:
+    """By the backend's own collectives, as above 16 ranks; also gradients without all-reduce."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(collectives_of_sharding, "PAIRWISE_MAX_RANKS", 0)
+        return (*train(run), accumulated("ra", fully_shard))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_backends_own_collectives_train_alike(dtype: str) -> None:
+    run = replace(RUN, steps=4, compute_dtype=dtype)
+    expected = one_process(Run(optimizer=RUN.optimizer, steps=4))
+    sums = [sum(addend(rank, i) for rank in range(4)) / 4 for i in range(2)]
+    results = run_ranks(train_natively, 4, run)
+    for rank, (losses, pieces, (first, second)) in enumerate(results):
+        assert losses == pytest.approx(expected, abs=TOLERANCE if dtype == "float32" else 0.04)
+        for piece, twin in zip(pieces, results[rank % 2][1], strict=True):
+            assert torch.equal(piece, twin)
+        assert first is None
+        torch.testing.assert_close(second, sums[0] + sums[1], atol=1e-4, rtol=1e-5)
 
 
 # -- the average, exactly -------------------------------------------------------------------------
