@@ -4,13 +4,15 @@ May touch: torch.distributed. Decides nothing: sizes and tags come from plans. E
 `Pending` whose `wait()` completes it, so that callers overlap communication with compute.
 
 [Note: two transports]
-Native (NCCL, and gloo above 16 ranks): the backend's own all-gather and reduce-scatter, in place.
+Native (NCCL, and gloo above 16 ranks): the backend's own all-gather, reduce-scatter and all-reduce,
+in place.
 Pairwise (gloo up to 16 ranks): every pair of ranks exchanges slots straight from and into the flat
 buffers, and sums are taken in rank order in fp32. Over TCP that is about three times faster than
 gloo's all-gather and emulated reduce-scatter, and the sum of an element does not depend on where it
-lies in the buffer. Reductions, and gathers of two ranks, are one all-to-all: gloo runs it on a
-thread of its own, while send and recv copy in the thread that posts them. Gathers of more ranks are
-sends and receives (an all-to-all would need the slot once for each peer), matched by a tag.
+lies in the buffer. An all-reduce is a gather, and the sum on every rank. Reductions, and gathers of
+two ranks, are one all-to-all: gloo runs it on a thread of its own, while send and recv copy in the
+thread that posts them. Gathers of more ranks are sends and receives (an all-to-all would need the
+slot once for each peer), matched by a tag.
 
 Both match collectives by the order of posting: see [Note: order of collectives] in root.py for how
 it is kept, and how a difference is found.

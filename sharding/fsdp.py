@@ -173,7 +173,8 @@ def _spec(
         demands.extend(optimizer.demands(parameter))
         group_key = _group_of(parameter, optimizer)
     dtype = str(parameter.dtype).removeprefix("torch.")
-    return ParamSpec(fqn, tuple(parameter.shape), dtype, tuple(demands), group_key)
+    shape, trainable = tuple(parameter.shape), parameter.requires_grad
+    return ParamSpec(fqn, shape, dtype, tuple(demands), group_key, trainable)
 
 
 def _group_of(parameter: nn.Parameter, optimizer: DeclaresStructure) -> str:

@@ -35,9 +35,11 @@ class ParamSpec:
     Attributes:
         fqn: Its name.
         shape: Its global shape.
-        dtype: Parameters of one dtype share a segment.
+        dtype: Of the parameter.
         demands: Structures declared by optimizers, state formats and users.
         group_key: Parameters of one key are laid side by side where that costs nothing.
+        trainable: Whether it requires a gradient. Parameters of one dtype share a segment, but not
+            frozen ones with trainable ones: a segment without gradients is never reduced.
     """
 
     fqn: str
@@ -45,6 +47,7 @@ class ParamSpec:
     dtype: str
     demands: tuple[Demand, ...] = ()
     group_key: str = ""
+    trainable: bool = True
 
     @property
     def numel(self) -> int:
@@ -69,8 +72,9 @@ class BucketPlan:
     Attributes:
         name: Of the bucket.
         params: In the order given.
-        segments: One per dtype, by first appearance.
+        segments: One per dtype, and for trainable and frozen parameters, by first appearance.
         dtypes: Of the segments.
+        trainable: Of the segments, as `fully_shard` found them.
         location: `location[i]` is (segment, index in the segment) of `params[i]`.
     """
 
@@ -78,6 +82,7 @@ class BucketPlan:
     params: tuple[ParamSpec, ...]
     segments: tuple[SegmentPlan, ...]
     dtypes: tuple[str, ...]
+    trainable: tuple[bool, ...]
     location: tuple[tuple[int, int], ...]
 
     @property
@@ -126,7 +131,8 @@ class BucketPlan:
         members = {place: i for i, place in enumerate(self.location)}
         for which, (segment, dtype) in enumerate(zip(self.segments, self.dtypes, strict=True)):
             lines.append(
-                f"segment {which}: dtype={dtype} world_size={segment.world_size} "
+                f"segment {which}: dtype={dtype} trainable={self.trainable[which]} "
+                f"world_size={segment.world_size} "
                 f"shard_numel={segment.shard_numel} lower_bound={segment.lower_bound}"
             )
             for index in segment.order:
@@ -288,9 +294,10 @@ def _choose_granules(
 def _plan(
     name: str, params: tuple[ParamSpec, ...], granules: tuple[Granule, ...], world_size: int
 ) -> BucketPlan:
-    dtypes, tensors, location = _segment_tensors(params, granules)
+    kinds, tensors, location = _segment_tensors(params, granules)
     segments = tuple(plan_segment(tuple(each), world_size) for each in tensors)
-    return BucketPlan(name, params, segments, dtypes, location)
+    dtypes, trainable = tuple(d for d, _ in kinds), tuple(t for _, t in kinds)
+    return BucketPlan(name, params, segments, dtypes, trainable, location)
 
 
 def _least_padding(
@@ -304,16 +311,16 @@ def _least_padding(
 
 def _segment_tensors(
     params: tuple[ParamSpec, ...], granules: tuple[Granule, ...]
-) -> tuple[tuple[str, ...], list[list[TensorSpec]], tuple[tuple[int, int], ...]]:
-    """Dtypes, the tensors of each dtype's segment, and where each parameter went."""
-    dtypes = tuple(dict.fromkeys(param.dtype for param in params))
-    tensors: list[list[TensorSpec]] = [[] for _ in dtypes]
+) -> tuple[tuple[tuple[str, bool], ...], list[list[TensorSpec]], tuple[tuple[int, int], ...]]:
+    """Kinds (dtype, trainable) of segments, their tensors, and where each parameter went."""
+    kinds = tuple(dict.fromkeys((param.dtype, param.trainable) for param in params))
+    tensors: list[list[TensorSpec]] = [[] for _ in kinds]
     location = []
     for param, granule in zip(params, granules, strict=True):
-        which = dtypes.index(param.dtype)
+        which = kinds.index((param.dtype, param.trainable))
         location.append((which, len(tensors[which])))
         tensors[which].append(TensorSpec(param.fqn, param.numel, granule, param.group_key))
-    return dtypes, tensors, tuple(location)
+    return kinds, tensors, tuple(location)
 
 
 def _text(granule: Granule) -> str:

@@ -26,6 +26,7 @@ class BucketRow:
         parameters: How many parameters it moves together.
         numel: Their elements.
         dtypes: One per segment.
+        trainable: One per segment; frozen parameters have segments of their own.
         shard_numel: S of each segment, the elements that every rank holds.
         padding: Elements of padding over all ranks, as a share of `numel`.
         resident: Units that lie whole on one rank: those that `optimizer=` declared for its step,
@@ -39,6 +40,7 @@ class BucketRow:
     parameters: int
     numel: int
     dtypes: tuple[str, ...]
+    trainable: tuple[bool, ...]
     shard_numel: tuple[int, ...]
     padding: float
     resident: int
@@ -124,6 +126,7 @@ def _row(name: str, bucket: Bucket) -> BucketRow:
         parameters=len(bucket.parameters),
         numel=numel,
         dtypes=plan.dtypes,
+        trainable=plan.trainable,
         shard_numel=tuple(segment.shard_numel for segment in segments),
         padding=padding,
         resident=sum(whole),
@@ -147,7 +150,10 @@ def _cells(row: BucketRow) -> list[str]:
         row.bucket or "(root)",
         str(row.parameters),
         f"{row.numel:,}",
-        " + ".join(row.dtypes),
+        " + ".join(
+            dtype if trainable else f"{dtype} frozen"
+            for dtype, trainable in zip(row.dtypes, row.trainable, strict=True)
+        ),
         " + ".join(f"{size:,}" for size in row.shard_numel),
         f"{row.padding:.2%}",
         str(row.resident),

@@ -3,18 +3,20 @@
 import gc
 import weakref
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
-from sharding import fully_shard
+from sharding import fully_shard, layout
 from sharding.bucket import Bucket, ShardedState
 from sharding.buffer import Workspace, slot_pieces
+from sharding.collectives import PendingMean, Transport
 from sharding.state import state_of
 from training import Run, build_model, build_optimizer, shard, tokens_of
 
@@ -154,6 +156,50 @@ def test_parameter_used_on_some_ranks_gets_its_average_and_unused_ones_none() ->
             torch.testing.assert_close(gradients[name], expected, atol=1e-5, rtol=1e-5)
     for gradients in run_ranks(gradients_of_branches, 3, []):
         assert gradients["some.weight"] is None
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a trainable adapter of low rank beside it, all of one dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(64, 64).requires_grad_(False)
+        self.down, self.up = nn.Linear(64, 4), nn.Linear(4, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+def reduced_numels() -> tuple[list[int], list[str], float]:
+    """Elements of each reduction; the base thaws for the last step. The layout's dtypes."""
+    torch.manual_seed(0)
+    model = fully_shard(Adapted())
+    reduce_scatter, numels = Transport.reduce_scatter_, []
+
+    def noted(self: Transport, buffer: Tensor, workspace: Tensor | None) -> PendingMean:
+        numels.append(buffer.numel())
+        return reduce_scatter(self, buffer, workspace)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "reduce_scatter_", noted)
+        for thaw in (False, True):
+            model.base.requires_grad_(thaw)
+            model(torch.full((2, 64), 1.0 + dist.get_rank())).sum().backward()
+    dtypes = [
+        line.split("│")[4].strip() for line in str(layout(model)).splitlines() if "root" in line
+    ]
+    return numels, dtypes, float(model.base.bias.grad.full_tensor()[0])
+
+
+def test_gradients_of_a_frozen_base_are_not_reduced() -> None:
+    """UniRL#321: LoRA on a frozen base moved the base's gradients, too."""
+    trainable = sum(p.numel() for p in Adapted().parameters() if p.requires_grad)
+    for (adapter, *thawed), dtypes, bias_grad in run_ranks(reduced_numels, 2):
+        assert trainable <= adapter < 64 * 64
+        assert adapter in thawed
+        assert len(thawed) == 2
+        assert dtypes == ["float32 frozen + float32"]
+        assert bias_grad == 2.0
 
 
 def train_and_forget() -> list[str]:

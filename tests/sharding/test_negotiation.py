@@ -201,6 +201,30 @@ def test_residency_keeps_whole_experts_on_ranks():
     assert cut.padding_ratio < whole.padding_ratio <= 0.3
 
 
+def test_no_padding_for_residency_raises_nothing():
+    # Also where raising costs nothing: the same S holds all matrices whole.
+    off, on = (negotiate("b", gpt_block(48), 3, resident_padding=p) for p in (0, 0.02))
+    assert on.padding_ratio == off.padding_ratio
+    assert on.owned_numel == 0 < off.owned_numel
+
+
+@given(seed=st.integers(0, 10**9), world_size=st.integers(1, 9))
+@MANY
+def test_moved_elements_are_those_off_the_rank_that_holds_most(seed, world_size):
+    plan = negotiate("b", draw_params(seed), world_size, resident_padding=0)
+    for i, p in enumerate(plan.params):
+        which, index = plan.location[i]
+        pieces = [range(low, high) for _, low, high in plan.segments[which].ranges(index)]
+        moved = 0
+        for unit in p.step_units:
+            held = [
+                max(0, min(unit.start + unit.numel, piece.stop) - max(unit.start, piece.start))
+                for piece in pieces
+            ]
+            moved += unit.numel - max(held)
+        assert plan.moved_numel_of(i) == moved
+
+
 def test_residency_is_not_bought_at_any_price():
     # LLaMA-3-8B on 64 ranks: a shard is smaller than nearly every matrix of a layer.
     rows = {"q": 4096, "k": 1024, "v": 1024, "o": 4096, "gate": 14336, "up": 14336}
@@ -236,6 +260,21 @@ def test_parameters_of_one_dtype_share_a_segment():
         which, index = plan.location[i]
         assert plan.segments[which].tensors[index].fqn == p.fqn
         assert plan.dtypes[which] == p.dtype
+
+
+def test_frozen_parameters_have_a_segment_of_their_own():
+    # UniRL#321: LoRA in the dtype of its frozen base moved the base's gradients.
+    params = [
+        ParamSpec("base", (512,), "float32", trainable=False),
+        ParamSpec("a", (300,), "float32"),
+        ParamSpec("b", (300,), "float32"),
+    ]
+    plan = negotiate("adapted", params, 2)
+    assert plan.dtypes == ("float32", "float32")
+    assert plan.trainable == (False, True)
+    assert plan.location == ((0, 0), (1, 0), (1, 1))
+    thawed = negotiate("adapted", [ParamSpec(p.fqn, p.shape, p.dtype) for p in params], 2)
+    assert plan.digest() != thawed.digest()
 
 
 def test_demands_of_one_parameter_combine_to_common_blocks():
