@@ -336,6 +336,17 @@ def test_replicas_that_begin_unequal_are_left_alone_as_by_torch_and_found_in_deb
         assert "the sharding plan differs between ranks 0 and 2: 'initial values of" in report
 
 
+def train_in_debug_mode(run: Run) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", "1")
+        return training.train(run)
+
+
+def test_debug_mode_is_silent_where_all_ranks_agree() -> None:
+    run = replace(RUN, steps=2, micro_batches=2, all_reduce_every_micro_batch=False)
+    assert run_ranks(train_in_debug_mode, 4, run) == run_ranks(training.train, 4, run)
+
+
 # -- surface --------------------------------------------------------------------------------------
 
 
