@@ -40,12 +40,15 @@ def make_torch_muon(module: nn.Module) -> torch.optim.Optimizer:
 @pytest.mark.parametrize("make_optimizer", [make_foreach_adamw, make_sgd])
 def test_torchs_element_wise_optimizers_are_exact_in_any_layout(make_optimizer):
     assert_sharded_equals_unsharded(make_optimizer, shapes=ODD, layouts="any")
-    assert_resume_is_exact(make_optimizer, shapes=ODD, layouts=("fsdp2", "ours"))
+    assert_sharded_equals_unsharded(
+        make_optimizer, shapes=ODD, layouts="ours_hsdp", world_sizes=(2, 3, 4)
+    )
+    assert_resume_is_exact(make_optimizer, shapes=ODD, layouts=("fsdp2", "ours", "ours_hsdp"))
 
 
 @pytest.mark.parametrize("make_optimizer", [make_foreach_adamw, make_sgd])
 @distributed_examples
-@given(program=step_programs(layouts=("fsdp2", "ragged", "ours")))
+@given(program=step_programs(layouts=("fsdp2", "ragged", "ours", "ours_hsdp")))
 def test_torchs_element_wise_optimizers_are_exact_through_any_program(make_optimizer, program):
     assert_program_is_exact(make_optimizer, program)
 

@@ -26,6 +26,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 LAYOUTS = {
     "ours": "vfsdp_optim.fully_shard",
+    "ours_hsdp": "vfsdp_optim.fully_shard on a 2-D mesh",
     "negotiated": "vfsdp_optim.fully_shard(optimizer=...), shaped by what the optimizer declares",
     "ragged": "RaggedShards cut anywhere",
     "fsdp2": "torch.distributed.fsdp.fully_shard on a 1-D mesh",
@@ -84,7 +85,7 @@ def shard_model(
             raise NotImplementedError("it declares no structure (it has no demands())")
         _fully_shard(model, mesh, optimizer=optimizer)
         return optimizer
-    if layout == "ours":
+    if layout in ("ours", "ours_hsdp"):
         _fully_shard(model, mesh)
     elif layout in ("fsdp2", "hsdp"):
         for block in blocks(model):
@@ -100,7 +101,7 @@ def mesh_of(layout: Layout) -> DeviceMesh:
     world_size = dist.get_world_size()
     device = torch.accelerator.current_accelerator()
     kind = "cpu" if device is None or dist.get_backend() == "gloo" else device.type
-    if layout != "hsdp":
+    if layout not in ("hsdp", "ours_hsdp"):
         return init_device_mesh(kind, (world_size,))
     replicas = 2 if world_size % 2 == 0 else 1
     shape = replicas, world_size // replicas
