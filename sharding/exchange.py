@@ -5,11 +5,14 @@ collectives, memory.
 A wave needs two flat tensors on a rank: `held`, the pieces it holds of units that others own,
 ordered by owner; and `owned`, the pieces of the units it owns, ordered by source rank, its own
 pieces last. A gather sends `held` and fills `owned`; the owner overwrites each piece by its update;
-the return is the same exchange backwards, from `owned` into `held`. Own pieces do not travel. The
-tensors are allocated once, as large as the largest wave needs, and used in turn by three waves: one
-arrives, one is computed, one returns.
+the return is the same exchange backwards, from `owned` into `held`. Own pieces do not travel. Where
+units have several copies, an owner is sent the pieces of its own copy only, and returns the update
+to the holders of all: the ways differ, and each has its own two tensors. The tensors are allocated
+once, as large as the largest wave needs, and used in turn by three waves: one arrives, one is
+computed, one returns.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,39 +26,74 @@ _MAX_SLOTS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class _WaveLayout:
-    """Where each piece of one wave lies in this rank's slot. All numbers are elements.
+class _Way:
+    """Where each piece of one wave lies in this rank's slots, on the way to the owners or back. All
+    numbers are elements.
 
     Attributes:
-        send_splits: of `held`, by owner.
-        receive_splits: of `owned`, by source rank, this rank's own pieces not counted.
+        held_splits: of `held`, by owner.
+        owned_splits: of `owned`, by the rank at the other end, this rank's own pieces not counted.
         held_numel: length used of `held`.
         owned_numel: length used of `owned`.
         held: unit -> (start, stop) of this rank's piece in `held`.
         owned: unit -> its pieces as (start in the unit, start in `owned`, numel), in the order of
             the unit.
         own: unit -> (start, stop) of this rank's own piece in `owned`.
-        held_units: the units of the wave that this rank holds elements of, in order.
+        units: the units of the wave of which this rank has a piece in either, in order.
     """
 
-    send_splits: tuple[int, ...]
-    receive_splits: tuple[int, ...]
+    held_splits: tuple[int, ...]
+    owned_splits: tuple[int, ...]
     held_numel: int
     owned_numel: int
     held: dict[int, tuple[int, int]]
     owned: dict[int, tuple[tuple[int, int, int], ...]]
     own: dict[int, tuple[int, int]]
-    held_units: tuple[int, ...]
+    units: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """The memory of one way: a `held` and an `owned` tensor for each of the waves in flight."""
+
+    held: list[Tensor]
+    owned: list[Tensor]
+
+    @staticmethod
+    def for_ways(ways: Sequence[_Way], dtype: torch.dtype, device: torch.device) -> "_Slots":
+        """Allocate what the largest wave needs."""
+        count = min(_MAX_SLOTS, len(ways))
+        held = max((way.held_numel for way in ways), default=0)
+        owned = max((way.owned_numel for way in ways), default=0)
+        return _Slots(
+            [torch.empty(held, dtype=dtype, device=device) for _ in range(count)],
+            [torch.empty(owned, dtype=dtype, device=device) for _ in range(count)],
+        )
+
+    def piece(self, way: _Way, wave: int, unit: int) -> Tensor:
+        """Return this rank's elements of a unit, 1-D."""
+        slot = wave % _MAX_SLOTS
+        if unit in way.own:
+            start, stop = way.own[unit]
+            return self.owned[slot][start:stop]
+        start, stop = way.held[unit]
+        return self.held[slot][start:stop]
+
+    def parts(self, way: _Way, wave: int, unit: int) -> list[tuple[int, Tensor]]:
+        """Return the pieces of an owned unit as (start within the unit, 1-D slot)."""
+        owned = self.owned[wave % _MAX_SLOTS]
+        return [(start, owned[offset : offset + numel]) for start, offset, numel in way.owned[unit]]
 
 
 class Exchange:
     """Executes an `OwnerPlan`: one packed all-to-all to owners and one back per wave, however many
     units.
 
-    Call order of a wave: write every `piece`, `start_gather`, `wait_gather`, overwrite every
-    `parts` of the owned units, `start_return`, `wait_return`, read every `piece`. Waves overlap, at
-    most three at a time, and every rank makes the calls in the same order, those with nothing to
-    send or receive too.
+    Call order of a wave: write the `piece` of every unit of `sent_units`, `start_gather`,
+    `wait_gather`, read the `parts` of every owned unit and write its `results`, `start_return`,
+    `wait_return`, read the `update` of every unit of `held_units`. Waves overlap, at most three at
+    a time, and every rank makes the calls in the same order, those with nothing to send or receive
+    too.
 
     Args:
         plan: which unit goes where; the same on all ranks.
@@ -77,60 +115,84 @@ class Exchange:
         self.plan = plan
         self.rank = rank
         self._group = group
-        self._layouts = [_wave_layout(plan, wave, rank) for wave in plan.waves]
         self._wave_of = {unit: w for w, wave in enumerate(plan.waves) for unit in wave}
-        slots = min(_MAX_SLOTS, len(plan.waves))
-        held = max((layout.held_numel for layout in self._layouts), default=0)
-        owned = max((layout.owned_numel for layout in self._layouts), default=0)
-        self._held = [torch.empty(held, dtype=dtype, device=device) for _ in range(slots)]
-        self._owned = [torch.empty(owned, dtype=dtype, device=device) for _ in range(slots)]
+        self._there = [_way(plan, wave, rank, copies=False) for wave in plan.waves]
+        self._inputs = _Slots.for_ways(self._there, dtype, device)
+        if any(plan.units[unit].replicas > 1 for unit in self._wave_of):
+            self._back = [_way(plan, wave, rank, copies=True) for wave in plan.waves]
+            self._updates = _Slots.for_ways(self._back, dtype, device)
+        else:
+            self._back, self._updates = self._there, self._inputs
+        # A wave whose owners hold all their units needs no way there; every rank knows it.
+        self._gathers_any = [
+            any(plan.units[unit].gathered(plan.owners[unit]) for unit in wave)
+            for wave in plan.waves
+        ]
         self._gathers: list[dist.Work | None] = [None] * len(plan.waves)
         self._returns: list[dist.Work | None] = [None] * len(plan.waves)
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that leave this rank in one step, in both directions."""
-        numel = sum(sum(x.send_splits) + sum(x.receive_splits) for x in self._layouts)
-        return numel * (self._held[0].element_size() if self._held else 0)
+        there = sum(sum(way.held_splits) for way in self._there)
+        back = sum(sum(way.owned_splits) for way in self._back)
+        return (there + back) * (self._inputs.held[0].element_size() if self._there else 0)
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Bytes of all slots on this rank."""
+        slots = [*self._inputs.held, *self._inputs.owned]
+        if self._updates is not self._inputs:
+            slots += [*self._updates.held, *self._updates.owned]
+        return sum(slot.numel() * slot.element_size() for slot in slots)
+
+    def sent_units(self, wave: int) -> tuple[int, ...]:
+        """Return the units of a wave of which the owner gets this rank's elements."""
+        return self._there[wave].units
 
     def held_units(self, wave: int) -> tuple[int, ...]:
         """Return the units of a wave of which this rank holds elements."""
-        return self._layouts[wave].held_units
+        return self._back[wave].units
 
     def owned_units(self, wave: int) -> tuple[int, ...]:
         """Return the units of a wave that this rank computes."""
-        return tuple(self._layouts[wave].owned)
+        return tuple(self._there[wave].owned)
 
     def piece(self, unit: int) -> Tensor:
-        """Return the slot of this rank's elements of `unit`, 1-D: written before, read after."""
+        """Return the slot for this rank's elements of a unit that it sends, 1-D."""
         wave = self._wave_of[unit]
-        layout = self._layouts[wave]
-        if unit in layout.own:
-            start, stop = layout.own[unit]
-            return self._owned[wave % _MAX_SLOTS][start:stop]
-        start, stop = layout.held[unit]
-        return self._held[wave % _MAX_SLOTS][start:stop]
+        return self._inputs.piece(self._there[wave], wave, unit)
 
     def parts(self, unit: int) -> list[tuple[int, Tensor]]:
         """Return an owned unit as (start within the unit, 1-D slot), in the order of the unit."""
         wave = self._wave_of[unit]
-        owned = self._owned[wave % _MAX_SLOTS]
-        return [
-            (start, owned[offset : offset + numel])
-            for start, offset, numel in self._layouts[wave].owned[unit]
-        ]
+        return self._inputs.parts(self._there[wave], wave, unit)
+
+    def results(self, unit: int) -> list[tuple[int, Tensor]]:
+        """Return where the update of an owned unit goes, as `parts`; for each of its copies.
+
+        Where there is one copy, these are the slots of `parts`.
+        """
+        wave = self._wave_of[unit]
+        return self._updates.parts(self._back[wave], wave, unit)
+
+    def update(self, unit: int) -> Tensor:
+        """Return the slot of the update of this rank's elements of a unit, 1-D."""
+        wave = self._wave_of[unit]
+        return self._updates.piece(self._back[wave], wave, unit)
 
     def start_gather(self, wave: int) -> None:
         """Send the pieces of a wave to their owners, without waiting."""
-        layout, slot = self._layouts[wave], wave % _MAX_SLOTS
-        self._gathers[wave] = all_to_all(
-            self._owned[slot][: sum(layout.receive_splits)],
-            self._held[slot][: layout.held_numel],
-            layout.receive_splits,
-            layout.send_splits,
-            self._group,
-            async_op=True,
-        )
+        way, slot = self._there[wave], wave % _MAX_SLOTS
+        if self._gathers_any[wave]:
+            self._gathers[wave] = all_to_all(
+                self._inputs.owned[slot][: sum(way.owned_splits)],
+                self._inputs.held[slot][: way.held_numel],
+                way.owned_splits,
+                way.held_splits,
+                self._group,
+                async_op=True,
+            )
 
     def wait_gather(self, wave: int) -> None:
         """Wait until the owned units of a wave are here; on CUDA only the current stream waits."""
@@ -138,12 +200,12 @@ class Exchange:
 
     def start_return(self, wave: int) -> None:
         """Send the updates of the owned units of a wave back, without waiting."""
-        layout, slot = self._layouts[wave], wave % _MAX_SLOTS
+        way, slot = self._back[wave], wave % _MAX_SLOTS
         self._returns[wave] = all_to_all(
-            self._held[slot][: layout.held_numel],
-            self._owned[slot][: sum(layout.receive_splits)],
-            layout.send_splits,
-            layout.receive_splits,
+            self._updates.held[slot][: way.held_numel],
+            self._updates.owned[slot][: sum(way.owned_splits)],
+            way.held_splits,
+            way.owned_splits,
             self._group,
             async_op=True,
         )
@@ -159,40 +221,42 @@ def _wait(works: list[dist.Work | None], wave: int) -> None:
         work.wait()
 
 
-def _wave_layout(plan: OwnerPlan, wave: tuple[int, ...], rank: int) -> _WaveLayout:
-    send_splits = [0] * plan.world_size
-    receive_splits = [0] * plan.world_size
+def _way(plan: OwnerPlan, wave: tuple[int, ...], rank: int, *, copies: bool) -> _Way:
+    """Return where the pieces of a wave lie: those of the owner's copy, or of all copies."""
+    held_splits = [0] * plan.world_size
+    owned_splits = [0] * plan.world_size
     outgoing: list[list[tuple[int, int]]] = [[] for _ in range(plan.world_size)]  # (unit, numel)
     incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
-    for unit in wave:
-        owner = plan.owners[unit]
-        for source, start, stop in plan.units[unit].pieces():
-            if source == rank and owner != rank:
-                outgoing[owner].append((unit, stop - start))
-                send_splits[owner] += stop - start
+    for i in wave:
+        owner, unit = plan.owners[i], plan.units[i]
+        pieces = unit.all_pieces() if copies else unit.pieces(unit.replica_of(owner))
+        for holder, start, stop in pieces:
+            if holder == rank and owner != rank:
+                outgoing[owner].append((i, stop - start))
+                held_splits[owner] += stop - start
             if owner == rank:
-                incoming[source].append((unit, start, stop - start))
-                receive_splits[source] += (stop - start) * (source != rank)
+                incoming[holder].append((i, start, stop - start))
+                owned_splits[holder] += (stop - start) * (holder != rank)
     held, held_numel = {}, 0
     for owner_pieces in outgoing:
-        for unit, numel in owner_pieces:
-            held[unit] = (held_numel, held_numel + numel)
+        for i, numel in owner_pieces:
+            held[i] = (held_numel, held_numel + numel)
             held_numel += numel
     owned: dict[int, list[tuple[int, int, int]]] = {}
     own, owned_numel = {}, 0
-    for source in [*(r for r in range(plan.world_size) if r != rank), rank]:
-        for unit, start, numel in incoming[source]:
-            owned.setdefault(unit, []).append((start, owned_numel, numel))
-            if source == rank:
-                own[unit] = (owned_numel, owned_numel + numel)
+    for holder in [*(r for r in range(plan.world_size) if r != rank), rank]:
+        for i, start, numel in incoming[holder]:
+            owned.setdefault(i, []).append((start, owned_numel, numel))
+            if holder == rank:
+                own[i] = (owned_numel, owned_numel + numel)
             owned_numel += numel
-    return _WaveLayout(
-        send_splits=tuple(send_splits),
-        receive_splits=tuple(receive_splits),
+    return _Way(
+        held_splits=tuple(held_splits),
+        owned_splits=tuple(owned_splits),
         held_numel=held_numel,
         owned_numel=owned_numel,
         held=held,
-        owned={unit: tuple(sorted(parts)) for unit, parts in owned.items()},
+        owned={i: tuple(sorted(parts)) for i, parts in owned.items()},
         own=own,
-        held_units=tuple(unit for unit in wave if unit in held or unit in own),
+        units=tuple(i for i in wave if i in held or i in own),
     )

@@ -189,7 +189,7 @@ class ShardedMatrices:
             self._apply(waves - 1, grads, skip)
 
     def _send(self, wave: int, grads: Sequence[Tensor | None]) -> None:
-        for unit in self._exchange.held_units(wave):
+        for unit in self._exchange.sent_units(wave):
             job = self._jobs[unit]
             grad = grads[job.member.number]
             if grad is not None:
@@ -206,15 +206,15 @@ class ShardedMatrices:
         for start, part in parts:
             inputs[start : start + part.numel()].copy_(part)
         update = job.update(inputs)
-        for start, part in parts:
-            part.copy_(update[start : start + part.numel()])
+        for start, result in self._exchange.results(unit):
+            result.copy_(update[start : start + result.numel()])
 
     def _apply(self, wave: int, grads: Sequence[Tensor | None], skip: Skip) -> None:
         self._exchange.wait_return(wave)
         for unit in self._exchange.held_units(wave):
             job = self._jobs[unit]
             if grads[job.member.number] is not None:
-                job.apply(job.member.open(), self._exchange.piece(unit), skip)
+                job.apply(job.member.open(), self._exchange.update(unit), skip)
 
 
 def plan_jobs(jobs: Sequence[Job], *, wave_numel: int) -> OwnerPlan:

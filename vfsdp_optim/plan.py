@@ -121,7 +121,8 @@ def make_plan(
             itemsize = first.algorithm.wire_dtype(first.group, first.member.param.device).itemsize
             resident = sum(plan.is_resident(i) for i in indices)
             moved = sum(
-                plan.units[i].numel - plan.units[i].held_by(plan.owners[i]) for i in indices
+                plan.units[i].gathered(plan.owners[i]) + plan.units[i].returned(plan.owners[i])
+                for i in indices
             )
             scales = {jobs[i].scale for i in indices}
             rows[number] = PlanRow(
@@ -133,7 +134,7 @@ def make_plan(
                 owned=len(indices) - resident,
                 owners=tuple(sorted({plan.owners[i] for i in indices})),
                 scale=scales.pop() if len(scales) == 1 else None,
-                moved_bytes=2 * moved * itemsize,
+                moved_bytes=moved * itemsize,
             )
     total = sum(loads)
     shares = tuple(load / total for load in loads) if total else ()

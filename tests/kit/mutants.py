@@ -154,8 +154,8 @@ class _Reversed(ShardedMatrices):
             return
         parts = [part for _, part in self._exchange.parts(unit)]
         update = job.update(torch.cat(parts[::-1]))
-        for part, new in zip(parts, update.split([p.numel() for p in parts]), strict=True):
-            part.copy_(new)
+        for start, result in self._exchange.results(unit):
+            result.copy_(update[start : start + result.numel()])
 
 
 @plant
@@ -188,7 +188,7 @@ class _KeepsOwnPart(ShardedMatrices):
         for unit in self._exchange.held_units(wave):
             job = self._jobs[unit]
             if unit not in mine and grads[job.member.number] is not None:
-                job.apply(job.member.open(), self._exchange.piece(unit), skip)
+                job.apply(job.member.open(), self._exchange.update(unit), skip)
 
 
 @plant

@@ -8,20 +8,24 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from sharding.exchange import Exchange
-from sharding.ownership import OwnerPlan, UnitSpec, plan_owners
+from sharding.ownership import Grid, OwnerPlan, UnitSpec, plan_owners
 
 
-def units_of(seed: int, world_size: int, count: int) -> tuple[UnitSpec, ...]:
+def units_of(
+    seed: int, world_size: int, count: int, grid: Grid | None = None
+) -> tuple[UnitSpec, ...]:
     """Return units of which some ranks may hold nothing at all."""
     draw = random.Random(seed)
-    ranks = sorted(draw.sample(range(world_size), draw.randint(1, world_size)))
+    shards = world_size if grid is None else grid.shards
+    ranks = sorted(draw.sample(range(shards), draw.randint(1, shards)))
     units = []
     for i in range(count):
         numel = draw.randint(len(ranks), 60)
         holders = sorted(draw.sample(ranks, draw.randint(1, len(ranks))))
         cuts = sorted(draw.sample(range(1, numel), len(holders) - 1))
         held = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
-        units.append(UnitSpec(f"w{i}", 0, numel, numel, tuple(zip(holders, held, strict=True))))
+        spread = tuple(zip(holders, held, strict=True))
+        units.append(UnitSpec(f"w{i}", 0, numel, numel, spread, grid))
     return tuple(units)
 
 
@@ -37,17 +41,20 @@ def travel(plan: OwnerPlan, dtype: torch.dtype) -> tuple[int, int]:
     for step in range(2):
         for wave in range(waves + 2):
             if wave < waves:
-                for unit in exchange.held_units(wave):
+                for unit in exchange.sent_units(wave):
                     spec = plan.units[unit]
-                    _, start, stop = next(p for p in spec.pieces() if p[0] == rank)
+                    start, stop = held(spec, rank)
                     exchange.piece(unit).copy_(full_unit(unit, spec.numel, step)[start:stop])
                 exchange.start_gather(wave)
             if 0 <= wave - 1 < waves:
                 compute(exchange, wave - 1, step, dtype)
             if 0 <= wave - 2 < waves:
                 check_returned(exchange, wave - 2, step, dtype)
-    allocated = sum(t.numel() for t in (*exchange._held, *exchange._owned))
-    return allocated, exchange.moved_bytes
+    return exchange.allocated_bytes // dtype.itemsize, exchange.moved_bytes
+
+
+def held(spec: UnitSpec, rank: int) -> tuple[int, int]:
+    return next((start, stop) for holder, start, stop in spec.all_pieces() if holder == rank)
 
 
 def compute(exchange: Exchange, wave: int, step: int, dtype: torch.dtype) -> None:
@@ -59,8 +66,9 @@ def compute(exchange: Exchange, wave: int, step: int, dtype: torch.dtype) -> Non
         parts = exchange.parts(unit)
         expected = full_unit(unit, exchange.plan.units[unit].numel, step).to(dtype)
         assert torch.equal(torch.cat([part for _, part in parts]), expected)
-        for start, part in parts:
-            part.mul_(2).add_(torch.arange(start, start + part.numel()))
+        update = expected.mul_(2).add_(torch.arange(expected.numel()))
+        for start, result in exchange.results(unit):
+            result.copy_(update[start : start + result.numel()])
     exchange.start_return(wave)
 
 
@@ -68,11 +76,11 @@ def check_returned(exchange: Exchange, wave: int, step: int, dtype: torch.dtype)
     exchange.wait_return(wave)
     for unit in exchange.held_units(wave):
         spec = exchange.plan.units[unit]
-        _, start, stop = next(p for p in spec.pieces() if p[0] == exchange.rank)
+        start, stop = held(spec, exchange.rank)
         expected = (
             full_unit(unit, spec.numel, step).to(dtype).mul_(2).add_(torch.arange(spec.numel))
         )
-        assert torch.equal(exchange.piece(unit), expected[start:stop])
+        assert torch.equal(exchange.update(unit), expected[start:stop])
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
@@ -84,9 +92,29 @@ def test_units_reach_their_owner_and_return(world_size, dtype):
         plan = plan_owners(units, world_size, wave_numel=40)
         results = run_ranks(travel, world_size, plan, dtype)
         # What leaves all ranks is what is moved, there and back, and not an element more.
-        assert sum(moved for _, moved in results) == 2 * plan.moved_numel * dtype.itemsize
+        travelled = plan.gathered_numel + plan.returned_numel
+        assert sum(moved for _, moved in results) == travelled * dtype.itemsize
         waves += len(plan.waves)
     assert (waves > 0) == (world_size > 1)
+
+
+@pytest.mark.parametrize(
+    "grid", [Grid(2, 2), Grid(2, 2, stride=2), Grid(1, 3), Grid(3, 2), Grid(1, 1)]
+)
+def test_units_of_several_copies_travel_to_one_owner_and_return_to_all(grid):
+    world_size = grid.size
+    copied = units_of(0, world_size, count=6, grid=grid)
+    single = units_of(1, world_size, count=3)  # of the same group, on all of its ranks
+    plan = plan_owners(copied + single, world_size, wave_numel=100)
+    results = run_ranks(travel, world_size, plan, torch.float32)
+    travelled = plan.gathered_numel + plan.returned_numel
+    assert sum(moved for _, moved in results) == travelled * 4
+    assert (travelled > 0) == (world_size > 1)
+    fewest = sum(
+        (1 + u.replicas) * u.numel - 2 * max(u.held_by(r) for r in range(world_size))
+        for u in plan.units
+    )
+    assert travelled >= fewest
 
 
 def test_memory_is_that_of_three_waves_however_many_there_are():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.ownership import OwnerPlan, UnitSpec, plan_owners
+from sharding.ownership import Grid, OwnerPlan, UnitSpec, plan_owners
 
 
 def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[UnitSpec, ...]:
@@ -54,7 +54,8 @@ def test_plan_owns_every_unit_once_and_keeps_resident_ones_where_they_lie(
     loads = [sum(u.cost for u, o in zip(units, plan.owners, strict=True) if o == r)
              for r in range(world_size)]  # fmt: skip
     assert list(plan.loads) == loads
-    assert plan.moved_numel == sum(sum(received(plan, wave)) for wave in plan.waves)
+    assert plan.gathered_numel == sum(sum(received(plan, wave)) for wave in plan.waves)
+    assert plan.returned_numel == plan.gathered_numel
 
 
 @given(units=cases, world_size=worlds, wave_numel=st.integers(1, 100))
@@ -91,7 +92,7 @@ def test_owner_is_the_largest_holder_where_balance_allows_it():
     )  # ranks 1, 2, 3 hold most of one unit each
     plan = plan_owners(units, 4, wave_numel=1000)
     assert plan.owners == (1, 2, 3)
-    assert plan.moved_numel == 90
+    assert plan.gathered_numel == 90
 
 
 def test_resident_work_counts_as_load():
@@ -129,3 +130,52 @@ def test_unit_that_is_not_held_completely_is_an_error(holders):
 def test_sizes_that_are_not_positive_are_an_error(world_size, wave_numel):
     with pytest.raises(ValueError, match=f"world_size={world_size}, wave_numel={wave_numel}"):
         plan_owners((), world_size, wave_numel=wave_numel)
+
+
+@given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2))
+def test_grid_numbers_every_rank_once(shards, replicas, power):
+    # A mesh of (replicas / stride, shards, stride), row by row.
+    stride = replicas if power == 2 else max(d for d in (1, power) if replicas % max(d, 1) == 0)
+    grid = Grid(shards, replicas, stride)
+    mesh = [
+        (outer * stride + inner, shard)
+        for outer in range(replicas // stride)
+        for shard in range(shards)
+        for inner in range(stride)
+    ]
+    assert [grid.coordinates(rank) for rank in range(grid.size)] == mesh
+    assert [grid.rank(*place) for place in mesh] == list(range(grid.size))
+
+
+def test_plan_computes_a_unit_once_for_all_copies_where_most_of_it_lies():
+    grid = Grid(shards=2, replicas=2)
+    cut = UnitSpec("cut", 0, 10, 5, ((0, 3), (1, 7)), grid)
+    whole = UnitSpec("whole", 0, 10, 5, ((0, 10),), grid)
+    plan = plan_owners((cut, whole), 4, wave_numel=1000)
+    assert plan.waves == ((0, 1),)
+    assert plan.owners == (1, 0)
+    assert plan.loads == (5, 5, 0, 0)
+    # To the owner from its own copy; back to the holders of both.
+    assert plan.gathered_numel == 3 + 0
+    assert plan.returned_numel == (20 - 7) + (20 - 10)
+
+
+def test_plan_divides_units_that_every_rank_holds_over_all_ranks():
+    grid = Grid(shards=1, replicas=4)
+    units = tuple(UnitSpec(f"w{i}", 0, 64, 3, ((0, 64),), grid) for i in range(8))
+    plan = plan_owners(units, 4, wave_numel=10**6)
+    assert plan.loads == (6, 6, 6, 6)
+    assert (plan.gathered_numel, plan.returned_numel) == (0, 8 * 3 * 64)
+
+
+def test_waves_bound_what_returns_to_a_rank_that_holds_a_copy_of_everything():
+    grid = Grid(shards=1, replicas=4)
+    units = tuple(UnitSpec(f"w{i}", 0, 10, 3, ((0, 10),), grid) for i in range(40))
+    plan = plan_owners(units, 4, wave_numel=80)
+    assert max(sum(units[i].numel for i in wave) for wave in plan.waves) == 80
+
+
+def test_plan_refuses_a_grid_of_other_ranks():
+    unit = UnitSpec("layer.w", 0, 4, 1, ((0, 4),), Grid(shards=2, replicas=2))
+    with pytest.raises(ValueError, match=r"'layer.w': expected a grid of 3 ranks, got Grid"):
+        plan_owners((unit,), 3, wave_numel=10)
