@@ -47,6 +47,7 @@ ORDER = {
     "vfsdp_optim": [
         "newton_schulz",
         "states",
+        "shards",
         "nonfinite",
         "runs",
         "algorithm",

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -93,8 +94,8 @@ class AdamWAlgorithm(Algorithm):
 
 
 class AdamW(StructuredOptimizer):
-    """torch.optim.AdamW for plain and sharded parameters, with its arguments and the bits of
-    foreach=True.
+    """torch.optim.AdamW for plain, replicated and sharded parameters, with its arguments and the
+    bits of foreach=True.
 
     Args:
         params: parameters, named parameters or groups.
@@ -112,6 +113,9 @@ class AdamW(StructuredOptimizer):
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
+        process_group: where every rank has the parameters whole and equal gradients
+            (DistributedDataParallel: `model.process_group`), those ranks. They decide together
+            about infinite and NaN gradients; the update itself communicates nothing.
 
     Raises:
         ValueError: a value out of range.
@@ -137,6 +141,7 @@ class AdamW(StructuredOptimizer):
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
         on_nonfinite: str = "ignore",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         algorithm = AdamWAlgorithm(
             lr=lr,
@@ -151,4 +156,4 @@ class AdamW(StructuredOptimizer):
             fused=fused,
             state_dtype=state_dtype,
         )
-        super().__init__(params, algorithm, on_nonfinite=on_nonfinite)
+        super().__init__(params, algorithm, on_nonfinite=on_nonfinite, process_group=process_group)

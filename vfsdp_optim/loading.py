@@ -12,7 +12,6 @@ from torch import Tensor
 from sharding.names import match_by_name, plain_names
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.runs import Member
-from vfsdp_optim.states import saved_values
 
 # How torch runs its own update; of no meaning for state.
 _EXECUTION_KEYS = frozenset(
@@ -107,7 +106,7 @@ class Checkpoint:
             )
         return LoadedState(
             {
-                key: saved_values(state[key], member.param, f"{member.fqn}.{key}")
+                key: member.shard.values(state[key], f"{member.fqn}.{key}")
                 for key in member.state_dtypes
             },
             float(state["step"]) if counts_steps else 0.0,

@@ -14,12 +14,11 @@ from torch import Tensor
 
 from sharding.exchange import Exchange
 from sharding.ownership import OwnerPlan, UnitSpec, plan_owners
-from sharding.ragged_tensor import RaggedDTensor
 from sharding.structure import FullMatrix, Unit
 from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch
 from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.runs import Member
-from vfsdp_optim.states import local_bounds
+from vfsdp_optim.shards import Ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +88,7 @@ def make_jobs(
     member: Member, algorithm: MatrixAlgorithm, group: dict[str, Any], structure: FullMatrix
 ) -> list[Job]:
     """Return one job for each unit of a parameter, the units this rank holds nothing of too."""
-    first, last = local_bounds(member.param)
+    _, (first, last) = member.shard.check_has_ranges(member.fqn)
     jobs = []
     for unit in structure.units(member.param.shape):
         start = min(max(unit.start, first), last)
@@ -98,12 +97,14 @@ def make_jobs(
     return jobs
 
 
-def unit_spec(job: Job, index: int, bounds: Sequence[tuple[int, int]]) -> UnitSpec:
-    """Return a job as the owner plan sees it; `bounds` has every rank's range of the parameter."""
+def unit_spec(job: Job, index: int) -> UnitSpec:
+    """Return a job as the owner plan sees it."""
+    shard = job.member.shard
+    all_bounds, _ = shard.check_has_ranges(job.member.fqn)
     start, stop = job.unit.start, job.unit.start + job.unit.numel
-    held = [(rank, min(stop, b) - max(start, a)) for rank, (a, b) in enumerate(bounds)]
-    holders = tuple((rank, numel) for rank, numel in held if numel > 0)
-    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, holders)
+    held = [(i, min(stop, b) - max(start, a)) for i, (a, b) in enumerate(all_bounds)]
+    holders = tuple((i, numel) for i, numel in held if numel > 0)
+    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, holders, shard.grid)
 
 
 class LocalMatrices:
@@ -132,11 +133,11 @@ class LocalMatrices:
 
 
 class ShardedMatrices:
-    """Jobs of the parameters of one mesh, with one dtype on the wire.
+    """Jobs of the parameters that the same ranks hold, with one dtype on the wire.
 
     Args:
         jobs: of all those parameters, in the same order on every rank.
-        group: the ranks of the mesh.
+        ranks: those ranks. Making their process group may be a collective.
         wave_numel: elements that a rank may receive at a time.
         wire: dtype on the wire.
         scratch: working memory.
@@ -145,7 +146,7 @@ class ShardedMatrices:
     def __init__(
         self,
         jobs: list[Job],
-        group: dist.ProcessGroup,
+        ranks: Ranks,
         *,
         wave_numel: int,
         wire: torch.dtype,
@@ -154,10 +155,10 @@ class ShardedMatrices:
         self._jobs = jobs
         self._scratch = scratch
         self.plan = plan_jobs(jobs, wave_numel=wave_numel)
-        self.group = group
-        rank = dist.get_rank(group)
+        self.group = ranks.group()
+        rank = dist.get_rank(self.group)
         device = jobs[0].member.param.device
-        self._exchange = Exchange(self.plan, rank, group, dtype=wire, device=device)
+        self._exchange = Exchange(self.plan, rank, self.group, dtype=wire, device=device)
         resident = [
             job
             for i, job in enumerate(jobs)
@@ -218,19 +219,12 @@ class ShardedMatrices:
 
 
 def plan_jobs(jobs: Sequence[Job], *, wave_numel: int) -> OwnerPlan:
-    """Return the owner plan of jobs of one mesh, in which unit i is jobs[i]."""
-    units = []
-    bounds: list[tuple[int, int]] = []
-    previous: Member | None = None
-    world_size, index = 1, 0
+    """Return the owner plan of jobs of the same ranks, in which unit i is jobs[i]."""
+    units: list[UnitSpec] = []
+    previous, index = None, 0
     for job in jobs:
-        if job.member is not previous:
-            previous, index = job.member, 0
-            param = job.member.param
-            bounds = [(0, param.numel())]
-            if isinstance(param, RaggedDTensor):
-                bounds = param.placement.all_bounds(param.numel())
-                world_size = param.device_mesh.size()
-        units.append(unit_spec(job, index, bounds))
-        index += 1
-    return plan_owners(tuple(units), world_size, wave_numel=wave_numel)
+        index = index + 1 if job.member is previous else 0
+        previous = job.member
+        units.append(unit_spec(job, index))
+    ranks = jobs[0].member.shard.ranks if jobs else None
+    return plan_owners(tuple(units), ranks.size if ranks else 1, wave_numel=wave_numel)

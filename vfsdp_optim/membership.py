@@ -5,10 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from sharding.arguments import gathered_from, sharded_as
-from vfsdp_optim.states import is_sharded
+from vfsdp_optim.shards import ParamShard
 
 
 def named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
@@ -33,11 +32,17 @@ def distinct(params: list[Any], where: str) -> list[Any]:
     return [params[i] for i in first.values()]
 
 
-def check_kind(param: Tensor, fqn: str) -> None:
+def check_kind(param: Tensor, fqn: str, *, whole_matrices: bool) -> None:
     """Refuse what cannot be updated.
 
+    Args:
+        param: of a group.
+        fqn: its name.
+        whole_matrices: whether the algorithm of its group needs them.
+
     Raises:
-        NotImplementedError: a DTensor that is not ours.
+        NotImplementedError: a DTensor with partial sums, or of matrices whose pieces are no ranges
+            of the flattened parameter.
         RuntimeError: the unsharded form of a sharded parameter, which is gone after backward.
         ValueError: a dtype that is not real and floating, of a parameter that is not frozen.
     """
@@ -47,11 +52,9 @@ def check_kind(param: Tensor, fqn: str) -> None:
             "without backward or by unshard(); call reshard() on the fully sharded modules before "
             "building the optimizer"
         )
-    if isinstance(param, DTensor) and not is_sharded(param):
-        raise NotImplementedError(
-            f"{fqn}: parameters that are a {type(param).__name__} with placements "
-            f"{param.placements} are not supported; shard the model with vfsdp_optim.fully_shard"
-        )
+    shard = ParamShard.of(param, fqn)
+    if whole_matrices:
+        shard.check_has_ranges(fqn)
     # What is frozen, such as a quantized base under adapters, is never updated.
     if not param.is_floating_point() and (param.requires_grad or param.is_complex()):
         raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")

@@ -6,6 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
@@ -144,7 +145,7 @@ class MuonAlgorithm(MatrixAlgorithm):
 
 
 class Muon(StructuredOptimizer):
-    """torch.optim.Muon for plain and sharded parameters, with AdamW groups beside.
+    """torch.optim.Muon for plain, replicated and sharded parameters, with AdamW groups beside.
 
     Drop-in for torch.optim.Muon: same arguments, defaults and state. The momentum stays on the
     shards. A matrix that lies whole on one rank is updated there and nothing moves; the others are
@@ -174,6 +175,9 @@ class Muon(StructuredOptimizer):
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
+        process_group: where every rank has the parameters whole and equal gradients
+            (DistributedDataParallel: `model.process_group`), those ranks. Each matrix is
+            computed by one of them.
 
     Raises:
         ValueError: a value out of range, or a parameter that is no matrix in a group without
@@ -200,6 +204,7 @@ class Muon(StructuredOptimizer):
         state_dtype: torch.dtype | None = None,
         wave_numel: int = WAVE_NUMEL,
         on_nonfinite: str = "ignore",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         algorithm = MuonAlgorithm(
             lr=lr,
@@ -219,6 +224,7 @@ class Muon(StructuredOptimizer):
             AdamWAlgorithm(),
             wave_numel=wave_numel,
             on_nonfinite=on_nonfinite,
+            process_group=process_group,
         )
 
 

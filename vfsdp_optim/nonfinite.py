@@ -7,8 +7,9 @@ written. On other devices `skip` does not wait for it: kernels run, and wherever
 their results are replaced by the values from before, run by run (`Run.chunks`) and matrix by matrix
 (`Job.apply`). Step counts are kept on the host: they advance at once, and are taken back when the
 flag, copied to pinned memory meanwhile, is read at the next look at the optimizer. `raise` has to
-read the flag in the step on every device. Where no parameter is sharded there is no group to ask:
-each process decides for itself, and processes with equal gradients alike.
+read the flag in the step on every device. Where no parameter is sharded and no group of replicas is
+given there is nobody to ask: each process decides for itself, and processes with equal gradients
+alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +17,8 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
+
+from vfsdp_optim.shards import Ranks
 
 # Whether to leave a step out: known to the host, or a 0-dim bool that only the device knows.
 Skip = bool | Tensor
@@ -48,14 +50,14 @@ class NonfiniteRule:
         self.settle()
         return self._skipped
 
-    def decide(self, grads: Iterable[Tensor], meshes: Sequence[DeviceMesh]) -> Skip:
-        """Return whether to leave the step out; a collective of the groups of `meshes`.
+    def decide(self, grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Skip:
+        """Return whether to leave the step out; a collective of each of `peers`.
 
         Args:
             grads: all gradients on this rank, in pieces of any shape; padding must be finite.
-            meshes: what parameters are sharded over, the same on every rank of each.
+            peers: the ranks that hold parameters together, the same on each of them.
         """
-        flag = _reduced(_any_nonfinite(grads, meshes), meshes)
+        flag = _reduced(_any_nonfinite(grads, peers), peers)
         if self.choice == "skip" and flag.device.type not in self.host_devices:
             return flag
         skip = bool(flag)
@@ -88,11 +90,11 @@ class NonfiniteRule:
             steps.sub_(advance)
 
     @staticmethod
-    def error(names: list[str], meshes: Sequence[DeviceMesh]) -> RuntimeError:
+    def error(names: list[str], peers: Sequence[Ranks]) -> RuntimeError:
         """Return the error of "raise", the same on every rank; `names` are those of this rank."""
-        for mesh in meshes:
-            of_ranks: list[list[str]] = [[]] * mesh.size()
-            dist.all_gather_object(of_ranks, names, group=mesh.get_group())
+        for ranks in peers:
+            of_ranks: list[list[str]] = [[]] * ranks.size
+            dist.all_gather_object(of_ranks, names, group=ranks.group())
             names = list(dict.fromkeys(name for of_rank in of_ranks for name in of_rank))
         return RuntimeError(
             f"infinite or NaN gradients of {', '.join(names)}; nothing was changed. Lower the "
@@ -100,7 +102,7 @@ class NonfiniteRule:
         )
 
 
-def _any_nonfinite(grads: Iterable[Tensor], meshes: Sequence[DeviceMesh]) -> Tensor:
+def _any_nonfinite(grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Tensor:
     """Return a 0-dim float32, 1 if some element is not finite, where the ranks can reduce it."""
     verdicts: list[Tensor] = []
     for grad in grads:
@@ -109,15 +111,15 @@ def _any_nonfinite(grads: Iterable[Tensor], meshes: Sequence[DeviceMesh]) -> Ten
             finite = grad.amax().isfinite() & grad.amin().isfinite()
             verdicts.append(~finite)
     home = verdicts[0].device if verdicts else torch.device("cpu")
-    if meshes:
-        home = torch.device(meshes[0].device_type)
+    if peers:
+        home = torch.device(peers[0].device_type)
     on_home = [verdict.to(home) for verdict in verdicts]
     return (torch.stack(on_home).any() if on_home else torch.zeros((), device=home)).float()
 
 
-def _reduced(flag: Tensor, meshes: Sequence[DeviceMesh]) -> Tensor:
+def _reduced(flag: Tensor, peers: Sequence[Ranks]) -> Tensor:
     """Return the flag of all ranks as a 0-dim bool."""
-    for mesh in meshes:
-        if mesh.size() > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=mesh.get_group())
+    for ranks in peers:
+        if ranks.size > 1:
+            dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.group())
     return flag > 0

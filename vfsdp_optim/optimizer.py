@@ -11,11 +11,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import ParamsT
 
 from sharding.collectives import check_same_on_all_ranks
-from sharding.ragged_tensor import RaggedDTensor
 from sharding.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
 from vfsdp_optim.loading import Checkpoint
@@ -24,7 +22,8 @@ from vfsdp_optim.membership import check_current, check_kind, distinct, named
 from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.runs import Member, Span, find_spans
-from vfsdp_optim.states import PlainFormat, local_data, saved_values, user_view
+from vfsdp_optim.shards import ParamShard, Ranks, local_tensor
+from vfsdp_optim.states import PlainFormat
 
 # Elements a rank receives in one wave: 32 MiB in bfloat16, or one 4096 x 4096 matrix.
 WAVE_NUMEL = 1 << 24
@@ -40,7 +39,7 @@ class _Layout:
         spans: the same, by where they lie.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
-        meshes: what members are sharded over, in the order of the groups.
+        peers: the ranks that hold members together, in the order of the groups.
         matrices: the matrix part; None until the first step, because its slots take memory.
     """
 
@@ -49,7 +48,7 @@ class _Layout:
     spans: list[Span]
     steps: Tensor
     counting: list[bool]
-    meshes: list[DeviceMesh]
+    peers: list[Ranks]
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
 
 
@@ -71,6 +70,12 @@ class StructuredOptimizer(torch.optim.Optimizer):
         others: further algorithms that a group may name.
         wave_numel: elements of cut matrices that a rank receives at a time.
         on_nonfinite: "ignore", "skip" or "raise"; see [Note: skipped steps] in nonfinite.py.
+        process_group: of ranks that hold a copy of every plain parameter each, with the same
+            gradients, as in DistributedDataParallel. They divide the matrices among them.
+
+    Raises:
+        TypeError: `process_group` is no process group.
+        ValueError: this rank is not in it, or another argument is out of range.
     """
 
     def __init__(
@@ -80,6 +85,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         *others: Algorithm,
         wave_numel: int = WAVE_NUMEL,
         on_nonfinite: str = "ignore",
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if wave_numel < 1:
             raise ValueError(
@@ -89,12 +95,13 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._default_algorithm = algorithm.name
         self._wave_numel = wave_numel
         self._nonfinite = NonfiniteRule(on_nonfinite)
+        self._replicas = None if process_group is None else Ranks.of_group(process_group)
         self._reset()
         super().__init__(params, dict(algorithm.defaults))
 
     def _reset(self) -> None:
         self._layout: _Layout | None = None
-        self._checked_plans: dict[dist.ProcessGroup, str] = {}
+        self._checked_plans: dict[Ranks, str] = {}
         self._scratch = Scratch()
         self._format = PlainFormat()
 
@@ -130,7 +137,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self.defaults = union
         try:
             for param, fqn in named(group, where):
-                check_kind(param, fqn)
+                check_kind(param, fqn, whole_matrices=isinstance(algorithm, MatrixAlgorithm))
                 algorithm.check_param(group, param.shape, fqn)
         except Exception:
             self.param_groups.pop()
@@ -165,7 +172,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         for g, group in enumerate(self.param_groups):
             for param, fqn in named(group, f"group {g}"):
                 state = self._states.get(param, {}) if param in sharded else {}
-                if any(bool(local_data(value).any()) for value in state.values()):
+                if any(bool(local_tensor(value).any()) for value in state.values()):
                     raise RuntimeError(
                         f"{fqn} has optimizer state already and cannot be replaced; call "
                         "fully_shard before the first step, or build the optimizer after it"
@@ -205,6 +212,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             "_default_algorithm": self._default_algorithm,
             "_wave_numel": self._wave_numel,
             "_nonfinite": self._nonfinite,
+            "_replicas": self._replicas,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -263,7 +271,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             for member in layout.members:
                 loaded_states = values[member.number].states
                 self._states[member.param] = {
-                    key: user_view(tensor, member.param) for key, tensor in loaded_states.items()
+                    key: member.shard.view(tensor) for key, tensor in loaded_states.items()
                 }
             self._layout = None
             layout = self._current_layout()
@@ -321,14 +329,14 @@ class StructuredOptimizer(torch.optim.Optimizer):
             return False
         steps = layout.steps.tolist()
         pieces = (piece for span in layout.spans for piece in span.gradients(grads, steps))
-        skip = rule.decide(pieces, layout.meshes)
+        skip = rule.decide(pieces, layout.peers)
         if rule.choice == "raise" and skip:
             names = [
                 member.fqn
                 for member, grad in zip(layout.members, grads, strict=True)
                 if grad is not None and not grad.isfinite().all()
             ]
-            raise rule.error(names, layout.meshes)
+            raise rule.error(names, layout.peers)
         return skip
 
     def _update_runs(self, layout: _Layout, grads: list[Tensor | None], skip: Skip) -> None:
@@ -379,7 +387,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             for param, fqn in named(group, f"group {g}"):
                 if self._has_state(param):
                     dtypes = _state_dtypes(keys, group, param, self._old_state(param))
-                    members.append(Member(param, fqn, g, len(members), dtypes))
+                    shard = ParamShard.of(param, fqn, self._replicas)
+                    members.append(Member(shard, fqn, g, len(members), dtypes))
         # A rank may hold nothing of a parameter; its state exists, and no step touches it.
         spans = [span for span in find_spans(members, lambda _: self._format) if span.numel]
         counting = [self._algorithm(member).counts_steps for member in members]
@@ -393,12 +402,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 state["step"] = steps[member.number]
             for key, piece in member.states.items():
                 if key in old:
-                    piece.copy_(saved_values(old[key], member.param, f"{member.fqn}.{key}"))
-                state[key] = user_view(piece, member.param)
+                    piece.copy_(member.shard.values(old[key], f"{member.fqn}.{key}"))
+                state[key] = member.shard.view(piece)
         self._states = states
-        sharded = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
-        meshes = list(dict.fromkeys(param.device_mesh for param in sharded))
-        return _Layout(None, members, spans, steps, counting, meshes)
+        peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
+        return _Layout(None, members, spans, steps, counting, peers)
 
     def _old_state(self, param: Tensor) -> dict[str, Any]:
         """Return the state to carry over; none that was seen before the parameter had memory."""
@@ -406,18 +414,17 @@ class StructuredOptimizer(torch.optim.Optimizer):
         on_meta = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
         return {} if on_meta else state
 
-    def _jobs(self, layout: _Layout) -> dict[tuple[Any, torch.dtype | None], list[Job]]:
-        """Return matrix units by (mesh, dtype on the wire), and by (None, None) of plain ones."""
-        jobs: dict[tuple[Any, torch.dtype | None], list[Job]] = {}
+    def _jobs(self, layout: _Layout) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
+        """Return matrix units by (ranks, dtype on the wire); by None what no other rank holds."""
+        jobs: dict[tuple[Ranks, torch.dtype] | None, list[Job]] = {}
         for member in layout.members:
             group = self.param_groups[member.group]
             algorithm = self._algorithms[group["algorithm"]]
             structure = algorithm.structure(group, member.param.shape)
             if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
-                key: tuple[Any, torch.dtype | None] = (None, None)
-                if isinstance(member.param, RaggedDTensor):
-                    wire = algorithm.wire_dtype(group, member.param.device)
-                    key = member.param.device_mesh, wire
+                key = None
+                if member.shard.ranks is not None:
+                    key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
                 jobs.setdefault(key, []).extend(make_jobs(member, algorithm, group, structure))
         return jobs
 
@@ -426,40 +433,46 @@ class StructuredOptimizer(torch.optim.Optimizer):
         if layout.matrices is None:
             self._check_same_on_all_ranks(layout)
             parts: list[LocalMatrices | ShardedMatrices] = []
-            for (mesh, wire), jobs in self._jobs(layout).items():
-                if mesh is None or wire is None:
+            for key, jobs in self._jobs(layout).items():
+                if key is None:
                     parts.append(LocalMatrices(jobs, self._scratch))
                 else:
+                    ranks, wire = key
                     numel, scratch = self._wave_numel, self._scratch
-                    group = mesh.get_group()
                     parts.append(
-                        ShardedMatrices(jobs, group, wave_numel=numel, wire=wire, scratch=scratch)
+                        ShardedMatrices(jobs, ranks, wave_numel=numel, wire=wire, scratch=scratch)
                     )
             layout.matrices = parts
         return layout.matrices
 
     def _check_same_on_all_ranks(self, layout: _Layout) -> None:
-        """Compare what owners and waves follow from, once per mesh and after every change of it.
+        """Compare what owners and waves follow from, once per set of ranks and after every change.
 
         A layout that was made again because memory moved, on this rank alone perhaps, has the
         same text and does not communicate.
+
+        Raises:
+            RuntimeError: ranks differ, or no parameter is one that `process_group` is for.
         """
-        lines: dict[dist.ProcessGroup, list[str]] = {}
+        if self._replicas is not None and self._replicas not in layout.peers:
+            raise RuntimeError(
+                "process_group is for plain parameters, of which every rank has a copy, and the "
+                f"{len(layout.members)} parameters of this optimizer are sharded; leave it out"
+            )
+        lines: dict[Ranks, list[str]] = {}
         for member in layout.members:
-            param, group = member.param, self.param_groups[member.group]
-            if isinstance(param, RaggedDTensor):
+            group, shard = self.param_groups[member.group], member.shard
+            if shard.ranks is not None:
                 keys = self._algorithms[group["algorithm"]].structural_keys
                 structural = " ".join(f"{key}={group[key]!r}" for key in keys)
-                head = [f"wave_numel={self._wave_numel}"]
-                lines.setdefault(param.device_mesh.get_group(), head).append(
-                    f"{member.fqn} {tuple(param.shape)} {param.dtype} {param.placement!r} "
-                    f"{structural}"
+                lines.setdefault(shard.ranks, [f"wave_numel={self._wave_numel}"]).append(
+                    f"{member.fqn} {shard.text} {structural}"
                 )
-        for process_group, text in lines.items():
+        for ranks, text in lines.items():
             plan = "\n".join(text)
-            if self._checked_plans.get(process_group) != plan:
-                check_same_on_all_ranks(plan, process_group, "the optimizer's plan")
-                self._checked_plans[process_group] = plan
+            if self._checked_plans.get(ranks) != plan:
+                check_same_on_all_ranks(plan, ranks.group(), "the optimizer's plan")
+                self._checked_plans[ranks] = plan
 
 
 def _state_dtypes(

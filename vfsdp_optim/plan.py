@@ -96,18 +96,19 @@ class OptimizerPlan:
 def make_plan(
     members: Sequence[Member],
     algorithms: Sequence[str],
-    jobs_by_mesh: Sequence[Sequence[Job]],
+    jobs_by_ranks: Sequence[Sequence[Job]],
     *,
     wave_numel: int,
 ) -> OptimizerPlan:
-    """Return the plan; `jobs_by_mesh` has one list of units for each mesh and wire dtype."""
+    """Return the plan; `jobs_by_ranks` has one list of units for each set of ranks and
+    wire dtype."""
     rows = {
         m.number: PlanRow(m.fqn, tuple(m.param.shape), a)
         for m, a in zip(members, algorithms, strict=True)
     }
     loads: list[int] = []
     waves = 0
-    for jobs in jobs_by_mesh:
+    for jobs in jobs_by_ranks:
         plan = plan_jobs(jobs, wave_numel=wave_numel)
         waves += len(plan.waves)
         loads += [0] * (plan.world_size - len(loads))

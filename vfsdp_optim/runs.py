@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from sharding.planner import ALIGN
-from sharding.ragged_tensor import RaggedDTensor
 from vfsdp_optim.nonfinite import Skip
-from vfsdp_optim.states import StateFormat, is_sharded, local_data, local_pointer
+from vfsdp_optim.shards import ParamShard
+from vfsdp_optim.states import StateFormat
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
 _CHUNK = 1 << 19
@@ -34,7 +34,7 @@ class Member:
     """One parameter as a step sees it.
 
     Attributes:
-        param: what the user passed.
+        shard: the parameter, and what this rank holds of it.
         fqn: its name, or its place in the groups.
         group: index of its group.
         number: index among all members.
@@ -46,7 +46,7 @@ class Member:
         states: state key -> 1-D piece of the span's flat tensor.
     """
 
-    param: Tensor
+    shard: ParamShard
     fqn: str
     group: int
     number: int
@@ -59,24 +59,30 @@ class Member:
 
     def __post_init__(self) -> None:
         """Note where the parameter lies."""
-        self.numel, self.pointer = local_data(self.param).numel(), local_pointer(self.param)
-        self.device = self.param.device
+        local = self.shard.tensor
+        self.numel, self.pointer, self.device = local.numel(), local.data_ptr(), local.device
+
+    @property
+    def param(self) -> Tensor:
+        """What the user passed."""
+        return self.shard.param
 
     @property
     def moved(self) -> bool:
         """Whether the parameter has other memory than when the span was found."""
-        if local_pointer(self.param) != self.pointer:
+        local = self.shard.tensor
+        if local.data_ptr() != self.pointer:
             return True
         # Without memory, empty or on meta, there is no address to tell.
-        return self.pointer == 0 and self.param.device != self.device
+        return self.pointer == 0 and local.device != self.device
 
     def open(self) -> Tensor:
         """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
-        return local_data(self.param).reshape(-1)
+        return self.shard.tensor.reshape(-1)
 
     def close(self, flat: Tensor) -> None:
         """Store what `open` returned after it was written to."""
-        local = local_data(self.param)
+        local = self.shard.tensor
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
 
@@ -87,23 +93,7 @@ class Member:
             RuntimeError: the gradient is sparse.
             TypeError: it is not laid out as the parameter is.
         """
-        grad, param = self.param.grad, self.param
-        if grad is None:
-            return None
-        if isinstance(param, RaggedDTensor):
-            if not isinstance(grad, RaggedDTensor) or grad.placements != param.placements:
-                raise TypeError(
-                    f"{self.fqn}: expected a gradient laid out as its parameter, in "
-                    f"{param.placements!r}, got a {type(grad).__name__} in "
-                    f"{getattr(grad, 'placements', None)!r}; set one with "
-                    f"p.grad = torch.zeros_like(p); p.grad.copy_(full_gradient)"
-                )
-            return grad._local_tensor
-        if grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{self.fqn}: sparse gradients are not supported; use torch.optim.SparseAdam"
-            )
-        return grad.reshape(-1)
+        return self.shard.gradient(self.fqn)
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,13 +331,13 @@ def find_spans(members: Sequence[Member], format_of: Callable[[Member], StateFor
 
 
 def _can_join(member: Member) -> bool:
-    return is_sharded(member.param) and member.numel > 0 and member.param.device.type != "meta"
+    return member.shard.in_flat_buffer and member.numel > 0 and member.pointer != 0
 
 
 def _follows(chain: list[Member], member: Member) -> bool:
     """Return whether `member` continues `chain`; if so, set its start in the span."""
     last = chain[-1]
-    a, b = local_data(last.param), local_data(member.param)
+    a, b = last.shard.tensor, member.shard.tensor
     end = a.storage_offset() + a.numel()
     alike = (
         last.group == member.group

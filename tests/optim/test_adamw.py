@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
 
 from ranks import run_ranks
 from sharding.placement import RaggedShard
@@ -189,17 +188,6 @@ def test_parameter_given_twice_is_updated_once_with_torchs_warning():
     train(twice, [p], 2)
     train(once, [q], 2)
     assert_same(twice, [p], once, [q])
-
-
-def test_other_dtensors_are_refused_with_the_cure():
-    run_ranks(refuse_replicate, 1)
-
-
-def refuse_replicate() -> None:
-    mesh = init_device_mesh("cpu", (1,))
-    p = nn.Parameter(DTensor.from_local(torch.ones(3), mesh, [Replicate()]))
-    with pytest.raises(NotImplementedError, match=r"layer\.w.*Replicate.*fully_shard"):
-        AdamW([("layer.w", p)])
 
 
 def test_sparse_gradient_is_refused_by_name():
