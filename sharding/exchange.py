@@ -2,14 +2,14 @@
 collectives, memory.
 
 [Note: slots of the exchange]
-A wave needs two flat tensors on a rank: `held`, the pieces it holds of units that others own,
+A wave needs two runs of memory on a rank: `held`, the pieces it holds of units that others own,
 ordered by owner; and `owned`, the pieces of the units it owns, ordered by source rank, its own
 pieces last. A gather sends `held` and fills `owned`; the owner overwrites each piece by its update;
 the return is the same exchange backwards, from `owned` into `held`. Own pieces do not travel. Where
 units have several copies, an owner is sent the pieces of its own copy only, and returns the update
-to the holders of all: the ways differ, and each has its own two tensors. The tensors are allocated
-once, as large as the largest wave needs, and used in turn by three waves: one arrives, one is
-computed, one returns.
+to the holders of all: the ways differ, and each has its own memory. Two slots, as large as the
+largest wave needs, are allocated once and used in turn. While a wave is computed the other slot is
+busy first with the return of the wave before, then with the arrival of the next.
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,9 @@ from torch import Tensor
 from sharding.collectives import all_to_all
 from sharding.ownership import OwnerPlan
 
-_MAX_SLOTS = 3
+_SLOTS = 2
+# Elements: `owned` starts at a multiple of it in a slot, so that transports and copies are aligned.
+_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,38 +53,55 @@ class _Way:
     own: dict[int, tuple[int, int]]
     units: tuple[int, ...]
 
+    @property
+    def owned_start(self) -> int:
+        """Where `owned` starts in a slot, behind `held`."""
+        return -(-self.held_numel // _ALIGN) * _ALIGN
 
-@dataclass(frozen=True, slots=True)
+
 class _Slots:
-    """The memory of one way: a `held` and an `owned` tensor for each of the waves in flight."""
+    """The memory of one way, as large as the largest wave needs, for two waves in flight."""
 
-    held: list[Tensor]
-    owned: list[Tensor]
+    def __init__(self, ways: Sequence[_Way], dtype: torch.dtype, device: torch.device) -> None:
+        numel = max((way.owned_start + way.owned_numel for way in ways), default=0)
+        count = min(_SLOTS, len(ways))
+        self._tensors = [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]
+        self._ways = ways
 
-    @staticmethod
-    def for_ways(ways: Sequence[_Way], dtype: torch.dtype, device: torch.device) -> "_Slots":
-        """Allocate what the largest wave needs."""
-        count = min(_MAX_SLOTS, len(ways))
-        held = max((way.held_numel for way in ways), default=0)
-        owned = max((way.owned_numel for way in ways), default=0)
-        return _Slots(
-            [torch.empty(held, dtype=dtype, device=device) for _ in range(count)],
-            [torch.empty(owned, dtype=dtype, device=device) for _ in range(count)],
-        )
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return sum(tensor.nbytes for tensor in self._tensors)
 
-    def piece(self, way: _Way, wave: int, unit: int) -> Tensor:
+    def held(self, wave: int) -> Tensor:
+        """Return the pieces of units that other ranks own, 1-D."""
+        return self._tensors[wave % _SLOTS][: self._ways[wave].held_numel]
+
+    def owned(self, wave: int) -> Tensor:
+        """Return the pieces of units that this rank owns, 1-D, its own pieces last."""
+        way = self._ways[wave]
+        return self._tensors[wave % _SLOTS][way.owned_start : way.owned_start + way.owned_numel]
+
+    def travelling(self, wave: int) -> Tensor:
+        """Return `owned` without this rank's own pieces."""
+        return self.owned(wave)[: sum(self._ways[wave].owned_splits)]
+
+    def piece(self, wave: int, unit: int) -> Tensor:
         """Return this rank's elements of a unit, 1-D."""
-        slot = wave % _MAX_SLOTS
+        way = self._ways[wave]
         if unit in way.own:
             start, stop = way.own[unit]
-            return self.owned[slot][start:stop]
+            return self.owned(wave)[start:stop]
         start, stop = way.held[unit]
-        return self.held[slot][start:stop]
+        return self.held(wave)[start:stop]
 
-    def parts(self, way: _Way, wave: int, unit: int) -> list[tuple[int, Tensor]]:
+    def parts(self, wave: int, unit: int) -> list[tuple[int, Tensor]]:
         """Return the pieces of an owned unit as (start within the unit, 1-D slot)."""
-        owned = self.owned[wave % _MAX_SLOTS]
-        return [(start, owned[offset : offset + numel]) for start, offset, numel in way.owned[unit]]
+        owned = self.owned(wave)
+        return [
+            (start, owned[offset : offset + numel])
+            for start, offset, numel in self._ways[wave].owned[unit]
+        ]
 
 
 class Exchange:
@@ -91,8 +110,8 @@ class Exchange:
 
     Call order of a wave: write the `piece` of every unit of `sent_units`, `start_gather`,
     `wait_gather`, read the `parts` of every owned unit and write its `results`, `start_return`,
-    `wait_return`, read the `update` of every unit of `held_units`. Waves overlap, at most three at
-    a time, and every rank makes the calls in the same order, those with nothing to send or receive
+    `wait_return`, read the `update` of every unit of `held_units`. Waves overlap, at most two at a
+    time, and every rank makes the calls in the same order, those with nothing to send or receive
     too.
 
     Args:
@@ -115,12 +134,13 @@ class Exchange:
         self.plan = plan
         self.rank = rank
         self._group = group
+        self._dtype = dtype
         self._wave_of = {unit: w for w, wave in enumerate(plan.waves) for unit in wave}
         self._there = [_way(plan, wave, rank, copies=False) for wave in plan.waves]
-        self._inputs = _Slots.for_ways(self._there, dtype, device)
+        self._inputs = _Slots(self._there, dtype, device)
         if any(plan.units[unit].replicas > 1 for unit in self._wave_of):
             self._back = [_way(plan, wave, rank, copies=True) for wave in plan.waves]
-            self._updates = _Slots.for_ways(self._back, dtype, device)
+            self._updates = _Slots(self._back, dtype, device)
         else:
             self._back, self._updates = self._there, self._inputs
         # A wave whose owners hold all their units needs no way there; every rank knows it.
@@ -136,15 +156,13 @@ class Exchange:
         """Bytes that leave this rank in one step, in both directions."""
         there = sum(sum(way.held_splits) for way in self._there)
         back = sum(sum(way.owned_splits) for way in self._back)
-        return (there + back) * (self._inputs.held[0].element_size() if self._there else 0)
+        return (there + back) * self._dtype.itemsize
 
     @property
     def allocated_bytes(self) -> int:
         """Bytes of all slots on this rank."""
-        slots = [*self._inputs.held, *self._inputs.owned]
-        if self._updates is not self._inputs:
-            slots += [*self._updates.held, *self._updates.owned]
-        return sum(slot.numel() * slot.element_size() for slot in slots)
+        apart = self._updates is not self._inputs
+        return self._inputs.nbytes + (self._updates.nbytes if apart else 0)
 
     def sent_units(self, wave: int) -> tuple[int, ...]:
         """Return the units of a wave of which the owner gets this rank's elements."""
@@ -161,12 +179,12 @@ class Exchange:
     def piece(self, unit: int) -> Tensor:
         """Return the slot for this rank's elements of a unit that it sends, 1-D."""
         wave = self._wave_of[unit]
-        return self._inputs.piece(self._there[wave], wave, unit)
+        return self._inputs.piece(wave, unit)
 
     def parts(self, unit: int) -> list[tuple[int, Tensor]]:
         """Return an owned unit as (start within the unit, 1-D slot), in the order of the unit."""
         wave = self._wave_of[unit]
-        return self._inputs.parts(self._there[wave], wave, unit)
+        return self._inputs.parts(wave, unit)
 
     def results(self, unit: int) -> list[tuple[int, Tensor]]:
         """Return where the update of an owned unit goes, as `parts`; for each of its copies.
@@ -174,20 +192,20 @@ class Exchange:
         Where there is one copy, these are the slots of `parts`.
         """
         wave = self._wave_of[unit]
-        return self._updates.parts(self._back[wave], wave, unit)
+        return self._updates.parts(wave, unit)
 
     def update(self, unit: int) -> Tensor:
         """Return the slot of the update of this rank's elements of a unit, 1-D."""
         wave = self._wave_of[unit]
-        return self._updates.piece(self._back[wave], wave, unit)
+        return self._updates.piece(wave, unit)
 
     def start_gather(self, wave: int) -> None:
         """Send the pieces of a wave to their owners, without waiting."""
-        way, slot = self._there[wave], wave % _MAX_SLOTS
+        way = self._there[wave]
         if self._gathers_any[wave]:
             self._gathers[wave] = all_to_all(
-                self._inputs.owned[slot][: sum(way.owned_splits)],
-                self._inputs.held[slot][: way.held_numel],
+                self._inputs.travelling(wave),
+                self._inputs.held(wave),
                 way.owned_splits,
                 way.held_splits,
                 self._group,
@@ -200,10 +218,10 @@ class Exchange:
 
     def start_return(self, wave: int) -> None:
         """Send the updates of the owned units of a wave back, without waiting."""
-        way, slot = self._back[wave], wave % _MAX_SLOTS
+        way = self._back[wave]
         self._returns[wave] = all_to_all(
-            self._updates.held[slot][: way.held_numel],
-            self._updates.owned[slot][: sum(way.owned_splits)],
+            self._updates.held(wave),
+            self._updates.travelling(wave),
             way.held_splits,
             way.owned_splits,
             self._group,

@@ -18,6 +18,7 @@ ORDER = {
     "sharding": [
         "granule",
         "planner",
+        "units",
         "ownership",
         "names",
         "structure",
@@ -82,7 +83,7 @@ ORDER = {
     ],
     "vfsdp_optim.testing.pytest_plugin": ["__init__"],
 }
-PURE = ["granule", "planner", "ownership", "names"]
+PURE = ["granule", "planner", "units", "ownership", "names"]
 # Packages of the repository that a package may not import, besides what ORDER forbids.
 FORBIDDEN = {
     "sharding": {"vfsdp_optim", "examples", "benchmarks", "tests"},

@@ -22,16 +22,19 @@ TORCH_KEYS = frozenset(
 
 
 class Scratch:
-    """Working memory that keeps its size from step to step: one tensor per dtype and device."""
+    """Working memory that keeps its size from step to step: one tensor per name, dtype and
+    device."""
 
     def __init__(self) -> None:
-        self._tensors: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return `numel` elements with undefined values; the next call may return the same ones."""
-        tensor = self._tensors.get((dtype, device))
+    def take(self, numel: int, dtype: torch.dtype, device: torch.device, name: str = "") -> Tensor:
+        """Return `numel` elements with undefined values; the next call with this name may return
+        the same ones."""
+        key = name, dtype, device
+        tensor = self._tensors.get(key)
         if tensor is None or tensor.numel() < numel:
-            tensor = self._tensors[dtype, device] = torch.empty(numel, dtype=dtype, device=device)
+            tensor = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
         return tensor[:numel]
 
 
@@ -108,8 +111,8 @@ class MatrixAlgorithm(Algorithm):
         """Write the input of the matrix part for some elements, all 1-D; `out` has wire dtype."""
 
     @abstractmethod
-    def matrix_update(self, group: dict[str, Any], matrix: Tensor) -> Tensor:
-        """Return the update (m, n) for the input (m, n) of one matrix."""
+    def matrix_update(self, group: dict[str, Any], matrix: Tensor, scratch: Scratch) -> Tensor:
+        """Return the update (m, n) for the input (m, n) of one matrix; it may lie in `scratch`."""
 
     @abstractmethod
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
@@ -121,7 +124,7 @@ class MatrixAlgorithm(Algorithm):
 
     @abstractmethod
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
-        """Return the work of `matrix_update`, comparable between all groups."""
+        """Return the multiply-adds of `matrix_update`."""
 
 
 def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:

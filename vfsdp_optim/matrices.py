@@ -4,6 +4,7 @@ Touches local tensors and, through `sharding.exchange`, one process group. Plans
 and layouts alone, so every rank of a group makes the same ones.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.exchange import Exchange
-from sharding.ownership import OwnerPlan, UnitSpec, plan_owners
+from sharding.ownership import OwnerPlan, plan_owners
 from sharding.structure import FullMatrix, Unit
+from sharding.units import UnitSpec
 from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch
 from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.runs import Member
-from vfsdp_optim.shards import Ranks
+from vfsdp_optim.shards import ParamShard, Ranks
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,13 +62,23 @@ class Job:
         states = {key: state[here] for key, state in self.member.states.items()}
         self.algorithm.write_input(self.group, grad[here], states, out)
 
-    def update(self, inputs: Tensor) -> Tensor:
-        """Return the update of the whole unit, 1-D as its input is, in the same dtype."""
-        shape = self.member.param.shape
-        matrices = self.structure.matrices(inputs, self.unit, shape)  # (batch, rows, cols)
-        updates = [self.algorithm.matrix_update(self.group, matrix) for matrix in matrices]
-        stacked = updates[0].unsqueeze(0) if len(updates) == 1 else torch.stack(updates)
-        return self.structure.flatten(stacked, self.unit, shape).to(inputs.dtype)
+    def update(self, inputs: Tensor, scratch: Scratch) -> Tensor:
+        """Return the update of the whole unit, 1-D as its input is, in the same dtype.
+
+        It lies in scratch memory, until the next one.
+        """
+        unit, shape = self.unit, self.member.param.shape
+        matrices = self.structure.matrices(inputs, unit, shape)  # (batch, rows, cols)
+        updates = self.algorithm.matrix_update(self.group, matrices[0], scratch).unsqueeze(0)
+        if unit.batch > 1 or updates.dtype != inputs.dtype or not updates.is_contiguous():
+            first = updates[0]
+            updates = scratch.take(unit.numel, inputs.dtype, inputs.device, "updates")
+            updates = updates.view(unit.batch, unit.rows, unit.cols)
+            updates[0].copy_(first)
+            for i in range(1, unit.batch):
+                matrix = self.algorithm.matrix_update(self.group, matrices[i], scratch)
+                updates[i].copy_(matrix)
+        return self.structure.flatten(updates, unit, shape)
 
     def apply(self, param: Tensor, update: Tensor, skip: Skip) -> None:
         """Add the update to the local elements; `param` is the local piece of the parameter,
@@ -102,9 +114,15 @@ def unit_spec(job: Job, index: int) -> UnitSpec:
     shard = job.member.shard
     all_bounds, _ = shard.check_has_ranges(job.member.fqn)
     start, stop = job.unit.start, job.unit.start + job.unit.numel
-    held = [(i, min(stop, b) - max(start, a)) for i, (a, b) in enumerate(all_bounds)]
-    holders = tuple((i, numel) for i, numel in held if numel > 0)
-    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, holders, shard.grid)
+    first = bisect_right(all_bounds, start, key=lambda bounds: bounds[1])
+    holders = []
+    for i in range(first, len(all_bounds)):
+        a, b = all_bounds[i]
+        if a >= stop:
+            break
+        if b > a:
+            holders.append((i, min(stop, b) - max(start, a)))
+    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
 
 
 class LocalMatrices:
@@ -126,10 +144,27 @@ class LocalMatrices:
             param = member.open()
             for job in jobs:
                 wire = job.algorithm.wire_dtype(job.group, param.device)
-                inputs = self._scratch.take(job.numel, wire, param.device)
+                inputs = self._scratch.take(job.numel, wire, param.device, "inputs")
                 job.write_input(grad, inputs)
-                job.apply(param, job.update(inputs), skip)
+                job.apply(param, job.update(inputs, self._scratch), skip)
             member.close(param)
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What this rank computes beside one wave, before and after the next wave is sent.
+
+    Attributes:
+        early_residents: units that stay.
+        early_owned: units of the wave.
+        late_residents: units that stay.
+        late_owned: units of the wave.
+    """
+
+    early_residents: LocalMatrices
+    early_owned: tuple[int, ...]
+    late_residents: LocalMatrices
+    late_owned: tuple[int, ...]
 
 
 class ShardedMatrices:
@@ -137,8 +172,8 @@ class ShardedMatrices:
 
     Args:
         jobs: of all those parameters, in the same order on every rank.
+        plan: of those jobs.
         ranks: those ranks. Making their process group may be a collective.
-        wave_numel: elements that a rank may receive at a time.
         wire: dtype on the wire.
         scratch: working memory.
     """
@@ -146,48 +181,69 @@ class ShardedMatrices:
     def __init__(
         self,
         jobs: list[Job],
+        plan: OwnerPlan,
         ranks: Ranks,
-        *,
-        wave_numel: int,
         wire: torch.dtype,
         scratch: Scratch,
     ) -> None:
         self._jobs = jobs
         self._scratch = scratch
-        self.plan = plan_jobs(jobs, wave_numel=wave_numel)
+        self.plan = plan
         self.group = ranks.group()
         rank = dist.get_rank(self.group)
         device = jobs[0].member.param.device
-        self._exchange = Exchange(self.plan, rank, self.group, dtype=wire, device=device)
-        resident = [
-            job
-            for i, job in enumerate(jobs)
-            if self.plan.is_resident(i) and self.plan.owners[i] == rank
-        ]
-        self._resident = LocalMatrices(resident, scratch)
+        self._exchange = Exchange(plan, rank, self.group, dtype=wire, device=device)
+        self._work = [self._divide(wave) for wave in range(len(plan.resident_waves))]
 
     def step(self, grads: Sequence[Tensor | None], skip: Skip = False) -> None:
         """Compute and apply every update; `grads` by member number.
 
-        While a wave is computed the next one arrives and the one before returns; resident units are
-        computed while the first arrives. The waves are the same in every step, whatever gradients
-        there are, so that ranks cannot wait for each other in vain.
+        While the first half of a wave is computed, the updates of the one before return; then those
+        are applied, the next wave is sent into their slot, and arrives during the second half. The
+        waves are the same in every step, whatever gradients there are, so that ranks cannot wait
+        for each other in vain.
         """
         waves = len(self.plan.waves)
         if waves:
             self._send(0, grads)
-        self._resident.step(grads, skip)
-        for wave in range(waves):
-            if wave + 1 < waves:
-                self._send(wave + 1, grads)
-            self._exchange.wait_gather(wave)
-            for unit in self._exchange.owned_units(wave):
+        for wave, work in enumerate(self._work):
+            work.early_residents.step(grads, skip)
+            if work.early_owned:
+                self._exchange.wait_gather(wave)
+            for unit in work.early_owned:
                 self._compute(unit, grads)
-            self._exchange.start_return(wave)
             if wave > 0:
                 self._apply(wave - 1, grads, skip)
+            if wave + 1 < waves:
+                self._send(wave + 1, grads)
+            work.late_residents.step(grads, skip)
+            if waves:
+                self._exchange.wait_gather(wave)
+            for unit in work.late_owned:
+                self._compute(unit, grads)
+            if waves:
+                self._exchange.start_return(wave)
         if waves:
             self._apply(waves - 1, grads, skip)
+
+    def _divide(self, wave: int) -> _Work:
+        """Cut what is computed beside a wave in halves of equal work, resident units first."""
+        rank = self._exchange.rank
+        residents = [i for i in self.plan.resident_waves[wave] if self.plan.owners[i] == rank]
+        owned = list(self._exchange.owned_units(wave)) if self.plan.waves else []
+        half = sum(self._jobs[i].cost for i in [*residents, *owned]) / 2
+        early: set[int] = set()
+        for i in [*residents, *owned]:
+            half -= self._jobs[i].cost
+            if half < 0:
+                break
+            early.add(i)
+        return _Work(
+            LocalMatrices([self._jobs[i] for i in residents if i in early], self._scratch),
+            tuple(i for i in owned if i in early),
+            LocalMatrices([self._jobs[i] for i in residents if i not in early], self._scratch),
+            tuple(i for i in owned if i not in early),
+        )
 
     def _send(self, wave: int, grads: Sequence[Tensor | None]) -> None:
         for unit in self._exchange.sent_units(wave):
@@ -195,6 +251,8 @@ class ShardedMatrices:
             grad = grads[job.member.number]
             if grad is not None:
                 job.write_input(grad, self._exchange.piece(unit))
+            else:
+                self._exchange.piece(unit).zero_()
         self._exchange.start_gather(wave)
 
     def _compute(self, unit: int, grads: Sequence[Tensor | None]) -> None:
@@ -203,10 +261,10 @@ class ShardedMatrices:
             return
         parts = self._exchange.parts(unit)
         like = parts[0][1]
-        inputs = self._scratch.take(job.unit.numel, like.dtype, like.device)
+        inputs = self._scratch.take(job.unit.numel, like.dtype, like.device, "inputs")
         for start, part in parts:
             inputs[start : start + part.numel()].copy_(part)
-        update = job.update(inputs)
+        update = job.update(inputs, self._scratch)
         for start, result in self._exchange.results(unit):
             result.copy_(update[start : start + result.numel()])
 
@@ -218,13 +276,47 @@ class ShardedMatrices:
                 job.apply(job.member.open(), self._exchange.update(unit), skip)
 
 
-def plan_jobs(jobs: Sequence[Job], *, wave_numel: int) -> OwnerPlan:
-    """Return the owner plan of jobs of the same ranks, in which unit i is jobs[i]."""
+def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
+    """Return the owner plan of jobs of the same ranks and wire dtype, in which unit i is jobs[i].
+
+    Raises:
+        ValueError: a matrix that other ranks hold too is larger than `max_exchange_bytes`.
+    """
     units: list[UnitSpec] = []
-    previous, index = None, 0
+    previous, index, slot_numel = None, 0, 1
     for job in jobs:
         index = index + 1 if job.member is previous else 0
-        previous = job.member
+        if job.member is not previous:
+            previous, shard = job.member, job.member.shard
+            wire = job.algorithm.wire_dtype(job.group, job.member.param.device)
+            check_exchange(shard, job.member.fqn, job.structure, wire, max_exchange_bytes)
+            slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
+        if job.member.shard.ranks is None:  # never travels
+            slot_numel = max(slot_numel, job.unit.numel)
         units.append(unit_spec(job, index))
     ranks = jobs[0].member.shard.ranks if jobs else None
-    return plan_owners(tuple(units), ranks.size if ranks else 1, wave_numel=wave_numel)
+    return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
+
+
+def check_exchange(
+    shard: ParamShard, fqn: str, structure: FullMatrix, wire: torch.dtype, max_exchange_bytes: int
+) -> None:
+    """Check that every matrix of a parameter fits into a slot, wherever it is cut.
+
+    Raises:
+        ValueError: one does not.
+    """
+    units = structure.units(shard.param.shape)
+    if shard.ranks is None or not units:
+        return
+    largest = max(units, key=lambda unit: unit.numel)
+    needed = wire.itemsize * UnitSpec(fqn, 0, largest.numel, 0, (), shard.grid).least_slot
+    if needed > max_exchange_bytes:
+        matrices = "a matrix" if largest.batch == 1 else f"{largest.batch} matrices"
+        copies = 1 if shard.grid is None else shard.grid.replicas
+        raise ValueError(
+            f"{fqn}: to exchange {matrices} of {largest.rows} x {largest.cols} as a whole, in "
+            f"{wire} and with {copies} cop{'y' if copies == 1 else 'ies'}, takes {needed} bytes, "
+            f"more than max_exchange_bytes={max_exchange_bytes!r}; pass max_exchange_bytes="
+            f"{needed} or more"
+        )

@@ -20,7 +20,7 @@ from vfsdp_optim.newton_schulz import (
     newton_schulz_cost,
     orthogonalize,
 )
-from vfsdp_optim.optimizer import WAVE_NUMEL, StructuredOptimizer
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
 from vfsdp_optim.runs import Run
 
 _KELLER = COEFFICIENTS["keller5"][0]
@@ -121,7 +121,7 @@ class MuonAlgorithm(MatrixAlgorithm):
         else:
             out.copy_(grad.to(buffer.dtype).lerp(buffer, group["momentum"]))
 
-    def matrix_update(self, group: dict[str, Any], matrix: Tensor) -> Tensor:
+    def matrix_update(self, group: dict[str, Any], matrix: Tensor, scratch: Scratch) -> Tensor:
         """Return the orthogonalized matrix."""
         return orthogonalize(
             matrix,
@@ -129,6 +129,7 @@ class MuonAlgorithm(MatrixAlgorithm):
             steps=group["ns_steps"],
             eps=group["eps"],
             dtype=_newton_schulz_dtype(group, matrix.device),
+            take=scratch.take,
         )
 
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
@@ -165,13 +166,15 @@ class Muon(StructuredOptimizer):
         nesterov: look ahead by the gradient.
         ns_coefficients: (a, b, c), one such triple a step, or a name in
             `newton_schulz.COEFFICIENTS`.
-        eps: smallest norm a matrix is divided by.
+        eps: smallest norm a matrix is divided by, after its largest element was brought to about
+            1e9 by a power of two; so it matters to zero gradients alone.
         ns_steps: Newton-Schulz steps.
         adjust_lr_fn: "original" (None): lr * sqrt(max(1, rows / cols)); "match_rms_adamw":
             lr * 0.2 * sqrt(max(rows, cols)); of the logical matrix, never of a shard.
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
         state_dtype: dtype of the momentum; None is the parameter's, as in torch.
-        wave_numel: elements of cut matrices that a rank receives at a time.
+        max_exchange_bytes: memory on a rank for the matrices that travel at a time; at most twice
+            as much is reserved. Less means more exchanges, with less balanced work between.
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
@@ -180,8 +183,8 @@ class Muon(StructuredOptimizer):
             computed by one of them.
 
     Raises:
-        ValueError: a value out of range, or a parameter that is no matrix in a group without
-            `matrices`.
+        ValueError: a value out of range, a parameter that is no matrix in a group without
+            `matrices`, or a sharded parameter with a matrix larger than `max_exchange_bytes`.
 
     References:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; Liu et al. 2025, arXiv:2502.16982
@@ -202,7 +205,7 @@ class Muon(StructuredOptimizer):
         *,
         ns_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
-        wave_numel: int = WAVE_NUMEL,
+        max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -222,7 +225,7 @@ class Muon(StructuredOptimizer):
             params,
             algorithm,
             AdamWAlgorithm(),
-            wave_numel=wave_numel,
+            max_exchange_bytes=max_exchange_bytes,
             on_nonfinite=on_nonfinite,
             process_group=process_group,
         )

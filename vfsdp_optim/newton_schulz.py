@@ -1,5 +1,7 @@
 """Newton-Schulz orthogonalization of one matrix, and what it costs. Pure math on plain tensors."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -20,6 +22,12 @@ COEFFICIENTS: dict[str, tuple[Coefficients, ...]] = {
         (2.8366, -3.0525, 1.2012),
     ),
 }
+
+# Elements before the norm is taken are brought to this power of two. Their squares neither
+# overflow nor vanish, whatever the shape, and what is small beside the largest stays exact.
+_LARGEST = 30
+# float16 ends at 2^16; there only the quotient by the norm, at most 1, is safe.
+_LARGEST_HALF = 0
 
 
 def coefficient_schedule(
@@ -69,20 +77,28 @@ def orthogonalize(
     steps: int = 5,
     eps: float = 1e-7,
     dtype: torch.dtype = torch.bfloat16,
+    take: Callable[[int, torch.dtype, torch.device, str], Tensor] | None = None,
 ) -> Tensor:
     """Return a matrix near U V^T of x = U S V^T: every singular value is brought close to 1.
 
     The operations and their order are those of torch.optim.Muon, so that with
-    `dtype=torch.bfloat16` the result has the same bits. The work happens on a row-major copy: `x`
-    keeps its values whatever its dtype (torch normalizes a bfloat16 momentum buffer in place,
-    pytorch#190597), and the result does not depend on how `x` lies in memory.
+    `dtype=torch.bfloat16` the result has the same bits. They are preceded by a multiplication by a
+    power of two, which brings the largest element to about 1e9: it changes no bit of the result
+    where torch's norm neither underflows, overflows nor falls below `eps`, and makes the result
+    independent of the scale of `x` everywhere else. The work happens on a row-major copy: `x` keeps
+    its values whatever its dtype (torch normalizes a bfloat16 momentum buffer in place,
+    pytorch#190597), and the result does not depend on how `x` lies in memory. Nothing is read on
+    the host.
 
     Args:
         x: (m, n), any floating dtype and strides.
         coefficients: see `coefficient_schedule`.
         steps: number of Newton-Schulz steps.
-        eps: smallest norm that x is divided by.
+        eps: smallest norm that x is divided by, after its scale is removed: it matters to zeros
+            alone, whose result is zero.
         dtype: dtype of the computation and of the result.
+        take: (elements, dtype, device, name) to 1-D memory for intermediate values and the result,
+            other memory for every name; None allocates.
 
     Returns:
         (m, n) in `dtype`, a transposed view if m > n.
@@ -96,16 +112,52 @@ def orthogonalize(
     if x.ndim != 2:
         raise ValueError(f"x: expected a matrix with 2 dims, got shape {tuple(x.shape)!r}")
     schedule = coefficient_schedule(coefficients, steps)
+
+    if x.numel() == 0:
+        return x.to(dtype, copy=True)
+
+    def matrix(name: str, rows: int, cols: int) -> Tensor:
+        if take is None:
+            return torch.empty(rows, cols, dtype=dtype, device=x.device)
+        return take(rows * cols, dtype, x.device, name).view(rows, cols)
+
+    y = _without_scale(x, out=matrix("even", *x.shape))
     tall = x.size(0) > x.size(1)
-    y = x.to(dtype, copy=True, memory_format=torch.contiguous_format)
     if tall:
         y = y.T
-    y.div_(y.norm().clamp(min=eps))  # a spectral norm of at most 1
-    for a, b, c in schedule:
-        gram = y @ y.T  # (s, s), s = min(m, n)
-        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)  # (s, s)
-        y = torch.addmm(y, polynomial, y, beta=a)  # (s, l)
+    smallest = max(eps, torch.finfo(dtype).tiny)
+    y.div_(y.norm().clamp(min=smallest))  # a spectral norm of at most 1
+    short, long = y.shape
+    gram, polynomial = matrix("gram", short, short), matrix("polynomial", short, short)
+    for step, (a, b, c) in enumerate(schedule):
+        torch.mm(y, y.T, out=gram)
+        torch.addmm(gram, gram, gram, beta=b, alpha=c, out=polynomial)
+        out = matrix("even" if step % 2 else "odd", short, long)
+        y = torch.addmm(y, polynomial, y, beta=a, out=out)
     return y.T if tall else y
+
+
+def _without_scale(x: Tensor, out: Tensor) -> Tensor:
+    """Write x times a power of two to `out`: finite, with the largest element near 2^30.
+
+    The factor is made of two: 2^160, which brings up the smallest float32, is itself no float32.
+    """
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    largest = torch.linalg.vector_norm(x, float("inf")).to(wide)  # () not rounded
+    target = _LARGEST_HALF if out.dtype == torch.float16 else _LARGEST
+    exponent = target - torch.frexp(largest).exponent
+    half = exponent // 2
+    first, second = _power_of_two(half, wide), _power_of_two(exponent - half, wide)
+    if {x.dtype, out.dtype} <= {torch.bfloat16, torch.float32} or x.dtype == out.dtype == wide:
+        return torch.mul(x, first, out=out).mul_(second)
+    return out.copy_(x.to(wide).mul(first).mul_(second))  # one of them has not the range
+
+
+def _power_of_two(exponent: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return 2^exponent exactly, from its bits; `exponent` is 0-dim int32, the result normal."""
+    if dtype == torch.float64:
+        return ((exponent.long() + 1023) << 52).view(dtype)
+    return ((exponent + 127) << 23).view(dtype)
 
 
 def newton_schulz_cost(rows: int, cols: int, steps: int) -> int:

@@ -17,7 +17,14 @@ from sharding.collectives import check_same_on_all_ranks
 from sharding.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
 from vfsdp_optim.loading import Checkpoint
-from vfsdp_optim.matrices import Job, LocalMatrices, ShardedMatrices, make_jobs
+from vfsdp_optim.matrices import (
+    Job,
+    LocalMatrices,
+    ShardedMatrices,
+    check_exchange,
+    make_jobs,
+    plan_jobs,
+)
 from vfsdp_optim.membership import check_current, check_kind, distinct, named
 from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan
@@ -25,8 +32,8 @@ from vfsdp_optim.runs import Member, Span, find_spans
 from vfsdp_optim.shards import ParamShard, Ranks, local_tensor
 from vfsdp_optim.states import PlainFormat
 
-# Elements a rank receives in one wave: 32 MiB in bfloat16, or one 4096 x 4096 matrix.
-WAVE_NUMEL = 1 << 24
+# With less, DeepSeek-V3's work on 1024 ranks is out of balance. Only what is needed is reserved.
+MAX_EXCHANGE_BYTES = 1 << 31
 
 
 @dataclass(slots=True)
@@ -68,7 +75,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         params: parameters, named parameters, or groups, as in torch.
         algorithm: of groups that name none.
         others: further algorithms that a group may name.
-        wave_numel: elements of cut matrices that a rank receives at a time.
+        max_exchange_bytes: memory on a rank for the matrices that travel at a time.
         on_nonfinite: "ignore", "skip" or "raise"; see [Note: skipped steps] in nonfinite.py.
         process_group: of ranks that hold a copy of every plain parameter each, with the same
             gradients, as in DistributedDataParallel. They divide the matrices among them.
@@ -83,17 +90,18 @@ class StructuredOptimizer(torch.optim.Optimizer):
         params: ParamsT,
         algorithm: Algorithm,
         *others: Algorithm,
-        wave_numel: int = WAVE_NUMEL,
+        max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if wave_numel < 1:
+        if not isinstance(max_exchange_bytes, int) or max_exchange_bytes < 1:
             raise ValueError(
-                f"wave_numel: expected a positive number of elements, got {wave_numel!r}"
+                f"max_exchange_bytes: expected a positive number of bytes, got "
+                f"{max_exchange_bytes!r}"
             )
         self._algorithms = {a.name: a for a in (algorithm, *others)}
         self._default_algorithm = algorithm.name
-        self._wave_numel = wave_numel
+        self._max_exchange_bytes = max_exchange_bytes
         self._nonfinite = NonfiniteRule(on_nonfinite)
         self._replicas = None if process_group is None else Ranks.of_group(process_group)
         self._reset()
@@ -139,6 +147,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
             for param, fqn in named(group, where):
                 check_kind(param, fqn, whole_matrices=isinstance(algorithm, MatrixAlgorithm))
                 algorithm.check_param(group, param.shape, fqn)
+                structure = algorithm.structure(group, param.shape)
+                if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
+                    wire = algorithm.wire_dtype(group, param.device)
+                    shard = ParamShard.of(param, fqn, self._replicas)
+                    check_exchange(shard, fqn, structure, wire, self._max_exchange_bytes)
         except Exception:
             self.param_groups.pop()
             raise
@@ -189,7 +202,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         layout = self._current_layout()
         jobs = list(self._jobs(layout).values())
         algorithms = [self._algorithm(member).name for member in layout.members]
-        return make_plan(layout.members, algorithms, jobs, wave_numel=self._wave_numel)
+        return make_plan(layout.members, algorithms, jobs, self._max_exchange_bytes)
 
     # ---------------------------------------------------------------- state
 
@@ -210,7 +223,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             **super().__getstate__(),
             "_algorithms": self._algorithms,
             "_default_algorithm": self._default_algorithm,
-            "_wave_numel": self._wave_numel,
+            "_max_exchange_bytes": self._max_exchange_bytes,
             "_nonfinite": self._nonfinite,
             "_replicas": self._replicas,
         }
@@ -438,10 +451,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
                     parts.append(LocalMatrices(jobs, self._scratch))
                 else:
                     ranks, wire = key
-                    numel, scratch = self._wave_numel, self._scratch
-                    parts.append(
-                        ShardedMatrices(jobs, ranks, wave_numel=numel, wire=wire, scratch=scratch)
-                    )
+                    plan = plan_jobs(jobs, self._max_exchange_bytes)
+                    parts.append(ShardedMatrices(jobs, plan, ranks, wire, self._scratch))
             layout.matrices = parts
         return layout.matrices
 
@@ -465,7 +476,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             if shard.ranks is not None:
                 keys = self._algorithms[group["algorithm"]].structural_keys
                 structural = " ".join(f"{key}={group[key]!r}" for key in keys)
-                lines.setdefault(shard.ranks, [f"wave_numel={self._wave_numel}"]).append(
+                head = [f"max_exchange_bytes={self._max_exchange_bytes}"]
+                lines.setdefault(shard.ranks, head).append(
                     f"{member.fqn} {shard.text} {structural}"
                 )
         for ranks, text in lines.items():

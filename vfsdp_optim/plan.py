@@ -97,8 +97,7 @@ def make_plan(
     members: Sequence[Member],
     algorithms: Sequence[str],
     jobs_by_ranks: Sequence[Sequence[Job]],
-    *,
-    wave_numel: int,
+    max_exchange_bytes: int,
 ) -> OptimizerPlan:
     """Return the plan; `jobs_by_ranks` has one list of units for each set of ranks and
     wire dtype."""
@@ -109,7 +108,7 @@ def make_plan(
     loads: list[int] = []
     waves = 0
     for jobs in jobs_by_ranks:
-        plan = plan_jobs(jobs, wave_numel=wave_numel)
+        plan = plan_jobs(jobs, max_exchange_bytes)
         waves += len(plan.waves)
         loads += [0] * (plan.world_size - len(loads))
         for rank, load in enumerate(plan.loads):

@@ -28,9 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.ownership import Grid
 from sharding.placement import RaggedShard
 from sharding.ragged_tensor import RaggedDTensor
+from sharding.units import Grid
 
 # Groups made for meshes of several axes: default group -> global ranks -> group.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]

@@ -42,7 +42,10 @@ def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
         return AdamW(model.parameters(), on_nonfinite="skip")
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    return Muon([{"params": matrices}, {"params": vectors, "algorithm": "adamw"}], wave_numel=1000)
+    return Muon(
+        [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}],
+        max_exchange_bytes=40 * 40 * 4,
+    )
 
 
 def train_long(name: str) -> list[tuple[int, int]]:

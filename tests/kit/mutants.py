@@ -153,7 +153,7 @@ class _Reversed(ShardedMatrices):
         if grads[job.member.number] is None:
             return
         parts = [part for _, part in self._exchange.parts(unit)]
-        update = job.update(torch.cat(parts[::-1]))
+        update = job.update(torch.cat(parts[::-1]), self._scratch)
         for start, result in self._exchange.results(unit):
             result.copy_(update[start : start + result.numel()])
 

@@ -34,11 +34,17 @@ def make_muon(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return Muon(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
 
 
+def make_muon_in_small_waves(module: nn.Module) -> torch.optim.Optimizer:
+    """Muon whose exchanges have just the room of the largest parameter."""
+    largest = max(param.numel() for param in module.parameters())
+    return make_muon(module, max_exchange_bytes=4 * largest, adjust_lr_fn="match_rms_adamw")
+
+
 OPTIMIZERS = {
     "adamw": make_adamw,
     "adamw_amsgrad_skips": partial(make_adamw, amsgrad=True, on_nonfinite="skip"),
     "muon": make_muon,
-    "muon_in_small_waves": partial(make_muon, wave_numel=1, adjust_lr_fn="match_rms_adamw"),
+    "muon_in_small_waves": make_muon_in_small_waves,
     "muon_skips": partial(make_muon, nesterov=False, on_nonfinite="skip"),
 }
 

@@ -8,7 +8,8 @@ import torch.distributed as dist
 
 from ranks import run_ranks
 from sharding.exchange import Exchange
-from sharding.ownership import Grid, OwnerPlan, UnitSpec, plan_owners
+from sharding.ownership import OwnerPlan, plan_owners
+from sharding.units import Grid, UnitSpec
 
 
 def units_of(
@@ -39,17 +40,19 @@ def travel(plan: OwnerPlan, dtype: torch.dtype) -> tuple[int, int]:
     exchange = Exchange(plan, rank, dist.group.WORLD, dtype=dtype, device=torch.device("cpu"))
     waves = len(plan.waves)
     for step in range(2):
-        for wave in range(waves + 2):
+        for wave in range(waves + 1):
+            if 0 <= wave - 2:
+                check_returned(exchange, wave - 2, step, dtype)
             if wave < waves:
                 for unit in exchange.sent_units(wave):
                     spec = plan.units[unit]
                     start, stop = held(spec, rank)
                     exchange.piece(unit).copy_(full_unit(unit, spec.numel, step)[start:stop])
                 exchange.start_gather(wave)
-            if 0 <= wave - 1 < waves:
+            if 0 <= wave - 1:
                 compute(exchange, wave - 1, step, dtype)
-            if 0 <= wave - 2 < waves:
-                check_returned(exchange, wave - 2, step, dtype)
+        if waves:
+            check_returned(exchange, waves - 1, step, dtype)
     return exchange.allocated_bytes // dtype.itemsize, exchange.moved_bytes
 
 
@@ -89,7 +92,7 @@ def test_units_reach_their_owner_and_return(world_size, dtype):
     waves = 0
     for seed in range(3):
         units = units_of(seed, world_size, count=9)
-        plan = plan_owners(units, world_size, wave_numel=40)
+        plan = plan_owners(units, world_size, slot_numel=120)
         results = run_ranks(travel, world_size, plan, dtype)
         # What leaves all ranks is what is moved, there and back, and not an element more.
         travelled = plan.gathered_numel + plan.returned_numel
@@ -105,7 +108,7 @@ def test_units_of_several_copies_travel_to_one_owner_and_return_to_all(grid):
     world_size = grid.size
     copied = units_of(0, world_size, count=6, grid=grid)
     single = units_of(1, world_size, count=3)  # of the same group, on all of its ranks
-    plan = plan_owners(copied + single, world_size, wave_numel=100)
+    plan = plan_owners(copied + single, world_size, slot_numel=1000)
     results = run_ranks(travel, world_size, plan, torch.float32)
     travelled = plan.gathered_numel + plan.returned_numel
     assert sum(moved for _, moved in results) == travelled * 4
@@ -117,16 +120,16 @@ def test_units_of_several_copies_travel_to_one_owner_and_return_to_all(grid):
     assert travelled >= fewest
 
 
-def test_memory_is_that_of_three_waves_however_many_there_are():
-    units = tuple(UnitSpec(f"w{i}", 0, 30, 1, ((0, 15), (1, 15))) for i in range(40))
-    plan = plan_owners(units, 2, wave_numel=30)
+def test_memory_is_that_of_two_waves_however_many_there_are():
+    units = tuple(UnitSpec(f"w{i}", 0, 128, 1, ((0, 64), (1, 64))) for i in range(40))
+    plan = plan_owners(units, 2, slot_numel=384)
     assert len(plan.waves) >= 10
     for allocated, _ in run_ranks(travel, 2, plan, torch.float32):
-        # Two units for each of two owners a wave: this rank sends 30, and owns 2 units of 30.
-        assert allocated == 3 * (30 + 60)
+        # Two units for each of two owners a wave: this rank sends 128, and owns 2 units of 128.
+        assert allocated == 2 * (128 + 256)
 
 
 def test_resident_units_need_no_memory_and_no_exchange():
-    plan = plan_owners((UnitSpec("w", 0, 10, 1, ((1, 10),)),), 2, wave_numel=100)
+    plan = plan_owners((UnitSpec("w", 0, 10, 1, ((1, 10),)),), 2, slot_numel=100)
     assert plan.waves == ()
     assert run_ranks(travel, 2, plan, torch.float32) == [(0, 0), (0, 0)]

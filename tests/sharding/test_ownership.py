@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.ownership import Grid, OwnerPlan, UnitSpec, plan_owners
+from sharding.ownership import OwnerPlan, plan_owners
+from sharding.units import Grid, UnitSpec
 
 
 def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[UnitSpec, ...]:
@@ -33,17 +34,26 @@ def received(plan: OwnerPlan, wave: tuple[int, ...]) -> list[int]:
     return arriving
 
 
+def slots(plan: OwnerPlan, wave: tuple[int, ...], *, two_ways: bool = False) -> list[int]:
+    """Return the elements of each rank's slots."""
+    used = [0] * plan.world_size
+    for i in wave:
+        for rank, numel in plan.units[i].slot_use(plan.owners[i], two_ways=two_ways):
+            used[rank] += numel
+    return used
+
+
 cases = st.builds(
     draw_units, st.integers(0, 10**6), st.integers(0, 12), st.shared(st.integers(1, 6), key="world")
 )
 worlds = st.shared(st.integers(1, 6), key="world")
 
 
-@given(units=cases, world_size=worlds, wave_numel=st.integers(1, 100))
+@given(units=cases, world_size=worlds, slot_numel=st.integers(40, 200))
 def test_plan_owns_every_unit_once_and_keeps_resident_ones_where_they_lie(
-    units, world_size, wave_numel
+    units, world_size, slot_numel
 ):
-    plan = plan_owners(units, world_size, wave_numel=wave_numel)
+    plan = plan_owners(units, world_size, slot_numel=slot_numel)
     travelling = sorted(i for wave in plan.waves for i in wave)
     assert travelling == [i for i, unit in enumerate(units) if len(unit.holders) > 1]
     for i, unit in enumerate(units):
@@ -58,21 +68,42 @@ def test_plan_owns_every_unit_once_and_keeps_resident_ones_where_they_lie(
     assert plan.returned_numel == plan.gathered_numel
 
 
-@given(units=cases, world_size=worlds, wave_numel=st.integers(1, 100))
-def test_wave_brings_no_rank_more_than_the_limit_but_for_one_large_unit(
-    units, world_size, wave_numel
+@given(units=cases, world_size=worlds, slot_numel=st.integers(40, 200))
+def test_no_rank_sends_receives_and_keeps_more_than_the_limit_for_one_wave(
+    units, world_size, slot_numel
 ):
-    plan = plan_owners(units, world_size, wave_numel=wave_numel)
+    plan = plan_owners(units, world_size, slot_numel=slot_numel)
     for wave in plan.waves:
-        for rank, numel in enumerate(received(plan, wave)):
-            alone = sum(plan.owners[i] == rank for i in wave) == 1
-            assert numel <= wave_numel or alone
+        assert max(slots(plan, wave)) <= slot_numel
+
+
+@given(units=cases, world_size=worlds, slot_numel=st.integers(40, 200))
+def test_every_unit_is_computed_beside_one_wave_and_the_skew_counts_the_busiest_rank(
+    units, world_size, slot_numel
+):
+    plan = plan_owners(units, world_size, slot_numel=slot_numel)
+    assert len(plan.resident_waves) == len(plan.wave_loads) == max(1, len(plan.waves))
+    waves = plan.waves or ((),)
+    everything = sorted(i for pair in (*waves, *plan.resident_waves) for i in pair)
+    assert everything == list(range(len(units)))
+    busiest = 0
+    for moving, resident, load in zip(waves, plan.resident_waves, plan.wave_loads, strict=True):
+        assert all(plan.is_resident(i) for i in resident)
+        work = [0] * world_size
+        for i in (*moving, *resident):
+            work[plan.owners[i]] += units[i].cost
+        assert load >= max(work)
+        busiest += max(work)
+    total = sum(unit.cost for unit in units)
+    if total:
+        assert plan.skew >= busiest * world_size / total
+        assert plan.skew >= max(plan.largest_share, 1.0) - 1e-9
 
 
 @given(seed=st.integers(0, 10**6), count=st.integers(1, 6), world_size=st.integers(2, 3))
 def test_loads_are_near_the_best_of_all_assignments(seed, count, world_size):
     units = draw_units(seed, count, world_size)
-    plan = plan_owners(units, world_size, wave_numel=1000)
+    plan = plan_owners(units, world_size, slot_numel=1000)
     best = None
     choices = [range(world_size) if len(u.holders) > 1 else [u.holders[0][0]] for u in units]
     for owners in product(*choices):
@@ -90,7 +121,7 @@ def test_owner_is_the_largest_holder_where_balance_allows_it():
     units = tuple(
         UnitSpec(f"w{r}", 0, 100, 10, ((r, 30), (r + 1, 70))) for r in range(3)
     )  # ranks 1, 2, 3 hold most of one unit each
-    plan = plan_owners(units, 4, wave_numel=1000)
+    plan = plan_owners(units, 4, slot_numel=1000)
     assert plan.owners == (1, 2, 3)
     assert plan.gathered_numel == 90
 
@@ -98,13 +129,51 @@ def test_owner_is_the_largest_holder_where_balance_allows_it():
 def test_resident_work_counts_as_load():
     resident = UnitSpec("a", 0, 10, 100, ((0, 10),))
     cut = UnitSpec("b", 0, 10, 90, ((0, 9), (1, 1)))
-    assert plan_owners((resident, cut), 2, wave_numel=100).owners == (0, 1)
+    assert plan_owners((resident, cut), 2, slot_numel=100).owners == (0, 1)
+
+
+def test_whole_units_are_let_go_where_they_would_make_a_rank_late():
+    # The same matrix of every layer lies whole on rank 0, as layouts of equal layers have it.
+    worth = tuple(UnitSpec(f"layer{i}", 0, 10, 1 << 20, ((0, 10),)) for i in range(8))
+    plan = plan_owners(worth, 4, slot_numel=100)
+    assert plan.skew == 1.0
+    assert sorted(map(plan.is_resident, range(8))) == [False] * 6 + [True] * 2
+    assert plan.gathered_numel == plan.returned_numel == 60
+    # A matrix that is computed sooner than moved stays, whatever the balance.
+    quick = tuple(UnitSpec(f"layer{i}", 0, 1 << 10, 1 << 20, ((0, 1 << 10),)) for i in range(8))
+    plan = plan_owners(quick, 4, slot_numel=1 << 10)
+    assert (plan.gathered_numel, plan.waves, plan.skew) == (0, (), 4.0)
+
+
+def test_short_units_fill_the_gaps_that_long_ones_leave():
+    # 5 long units for 2 ranks, beside short ones that lie whole on rank 1: 10 + 10 + 8 a rank.
+    long = [UnitSpec(f"long{i}", 0, 1, 10 << 20, ((0, 1), (1, 0))[:1]) for i in range(5)]
+    long = [UnitSpec(u.fqn, 0, 2, u.cost, ((0, 1), (1, 1))) for u in long]
+    short = [UnitSpec(f"short{i}", 0, 2, 3 << 20, ((1, 2),)) for i in range(2)]
+    plan = plan_owners((*long, *short), 2, slot_numel=100)
+    assert max(plan.loads) == 30 << 20
+
+
+def test_one_unit_larger_than_a_share_is_said_to_cost_what_it_costs():
+    units = tuple(
+        UnitSpec(f"w{i}", 0, 4, cost, ((0, 2), (1, 2))) for i, cost in enumerate((90, 5, 5))
+    )
+    plan = plan_owners(units, 4, slot_numel=100)
+    assert plan.largest_share == 90 * 4 / 100
+    assert plan.skew == plan.largest_share
+
+
+def test_unit_larger_than_a_slot_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"'layer\.w' takes up 10 elements, more than slot_numel=9"
+    ):
+        plan_owners((UnitSpec("layer.w", 0, 10, 1, ((0, 5), (1, 5))),), 2, slot_numel=9)
 
 
 def test_work_of_all_layers_is_balanced_together():
     # One cut unit a layer, all with the same holders: by layers all would go to the same rank.
     units = tuple(UnitSpec(f"layer{i}", 0, 64, 7, ((0, 33), (1, 31))) for i in range(8))
-    assert plan_owners(units, 4, wave_numel=1000).loads == (14, 14, 14, 14)
+    assert plan_owners(units, 4, slot_numel=1000).loads == (14, 14, 14, 14)
 
 
 def test_plan_for_thousands_of_ranks_is_made_quickly():
@@ -113,7 +182,7 @@ def test_plan_for_thousands_of_ranks_is_made_quickly():
     units = tuple(
         UnitSpec(f"w{i}", 0, 200, 5, ((7 * i, 100), (7 * i + 1, 100))) for i in range(2000)
     )
-    plan = plan_owners(units, world_size, wave_numel=1000)
+    plan = plan_owners(units, world_size, slot_numel=1000)
     assert max(plan.loads) == 5
 
 
@@ -123,13 +192,13 @@ def test_plan_for_thousands_of_ranks_is_made_quickly():
 )
 def test_unit_that_is_not_held_completely_is_an_error(holders):
     with pytest.raises(ValueError, match=r"unit 2 of 'layer\.w'.*4 elements"):
-        plan_owners((UnitSpec("layer.w", 2, 4, 1, holders),), 2, wave_numel=10)
+        plan_owners((UnitSpec("layer.w", 2, 4, 1, holders),), 2, slot_numel=10)
 
 
-@pytest.mark.parametrize(("world_size", "wave_numel"), [(0, 1), (1, 0)])
-def test_sizes_that_are_not_positive_are_an_error(world_size, wave_numel):
-    with pytest.raises(ValueError, match=f"world_size={world_size}, wave_numel={wave_numel}"):
-        plan_owners((), world_size, wave_numel=wave_numel)
+@pytest.mark.parametrize(("world_size", "slot_numel"), [(0, 1), (1, 0)])
+def test_sizes_that_are_not_positive_are_an_error(world_size, slot_numel):
+    with pytest.raises(ValueError, match=f"world_size={world_size}, slot_numel={slot_numel}"):
+        plan_owners((), world_size, slot_numel=slot_numel)
 
 
 @given(st.integers(1, 5), st.integers(1, 6), st.integers(0, 2))
@@ -151,7 +220,7 @@ def test_plan_computes_a_unit_once_for_all_copies_where_most_of_it_lies():
     grid = Grid(shards=2, replicas=2)
     cut = UnitSpec("cut", 0, 10, 5, ((0, 3), (1, 7)), grid)
     whole = UnitSpec("whole", 0, 10, 5, ((0, 10),), grid)
-    plan = plan_owners((cut, whole), 4, wave_numel=1000)
+    plan = plan_owners((cut, whole), 4, slot_numel=1000)
     assert plan.waves == ((0, 1),)
     assert plan.owners == (1, 0)
     assert plan.loads == (5, 5, 0, 0)
@@ -163,19 +232,22 @@ def test_plan_computes_a_unit_once_for_all_copies_where_most_of_it_lies():
 def test_plan_divides_units_that_every_rank_holds_over_all_ranks():
     grid = Grid(shards=1, replicas=4)
     units = tuple(UnitSpec(f"w{i}", 0, 64, 3, ((0, 64),), grid) for i in range(8))
-    plan = plan_owners(units, 4, wave_numel=10**6)
+    plan = plan_owners(units, 4, slot_numel=10**6)
     assert plan.loads == (6, 6, 6, 6)
     assert (plan.gathered_numel, plan.returned_numel) == (0, 8 * 3 * 64)
 
 
-def test_waves_bound_what_returns_to_a_rank_that_holds_a_copy_of_everything():
+def test_slots_bound_what_returns_to_a_rank_that_holds_a_copy_of_everything():
     grid = Grid(shards=1, replicas=4)
     units = tuple(UnitSpec(f"w{i}", 0, 10, 3, ((0, 10),), grid) for i in range(40))
-    plan = plan_owners(units, 4, wave_numel=80)
-    assert max(sum(units[i].numel for i in wave) for wave in plan.waves) == 80
+    plan = plan_owners(units, 4, slot_numel=80)
+    # 10 elements and the four copies it returns for its own unit, 10 for each other rank's.
+    assert max(max(slots(plan, wave, two_ways=True)) for wave in plan.waves) == 50 + 3 * 10
+    with pytest.raises(ValueError, match="takes up 50 elements, more than slot_numel=49"):
+        plan_owners(units, 4, slot_numel=49)
 
 
 def test_plan_refuses_a_grid_of_other_ranks():
     unit = UnitSpec("layer.w", 0, 4, 1, ((0, 4),), Grid(shards=2, replicas=2))
     with pytest.raises(ValueError, match=r"'layer.w': expected a grid of 3 ranks, got Grid"):
-        plan_owners((unit,), 3, wave_numel=10)
+        plan_owners((unit,), 3, slot_numel=12)

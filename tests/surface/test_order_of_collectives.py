@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 def train_with_missing() -> list[list[str]]:
     """Steps in which each rank has other gradients missing, and its own order of setting them."""
     model = shard(build())
-    optimizer = make_optimizer("muon", model, on_nonfinite="skip", wave_numel=300)
+    optimizer = make_optimizer("muon", model, on_nonfinite="skip", max_exchange_bytes=2000)
     draw = random.Random(dist.get_rank())
     calls = []
     for step in range(3):
@@ -51,7 +51,7 @@ def many_equal_shapes() -> list[list[str]]:
     model = torch.nn.Sequential(*[torch.nn.Linear(20, 30, bias=False) for _ in range(20)])
     for start, stop in ((0, 9), (9, 20)):  # odd numbers: the middle one is cut
         fully_shard([model[i] for i in range(start, stop)])
-    optimizer = Muon(model.parameters(), wave_numel=200)
+    optimizer = Muon(model.parameters(), max_exchange_bytes=20 * 30 * 4)
     calls = []
     for step in range(2):
         set_gradients(model.parameters(), full_gradients(model.parameters(), step))
