@@ -465,7 +465,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: ranks differ, or no parameter is one that `process_group` is for.
         """
-        if self._replicas is not None and self._replicas not in layout.peers:
+        if self._replicas is not None and layout.peers and self._replicas not in layout.peers:
             raise RuntimeError(
                 "process_group is for plain parameters, of which every rank has a copy, and the "
                 f"{len(layout.members)} parameters of this optimizer are sharded; leave it out"

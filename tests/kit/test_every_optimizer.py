@@ -8,11 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from torch import nn
 
+from ranks import distributed_examples
 from vfsdp_optim import AdamW, Muon
-from vfsdp_optim.testing import assert_program_is_exact, step_programs
+from vfsdp_optim.testing import (
+    assert_program_is_exact,
+    assert_sharded_equals_unsharded,
+    step_programs,
+)
 
 PATTERNS = {2: None, 3: "e m n -> e m n", 4: "o ... -> o (...)"}
 
@@ -59,3 +65,54 @@ OPTIMIZERS = {
 )
 def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
     assert_program_is_exact(OPTIMIZERS[name], program)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed_examples
+@given(
+    program=step_programs(
+        layouts=("fsdp2", "hsdp", "ours"),
+        dtypes=("float32", "bfloat16"),
+        checkpoints=("state_dict", "dcp"),
+    )
+)
+def test_optimizer_equals_its_unsharded_self_on_torchs_shards_through_any_program(name, program):
+    assert_program_is_exact(OPTIMIZERS[name], program)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@distributed_examples
+@given(program=step_programs(layouts=("replicated",), dtypes=("float32", "bfloat16")))
+def test_optimizer_equals_its_unsharded_self_on_replicas_through_any_program(name, program):
+    assert_program_is_exact(partial(on_replicas, name), program)
+
+
+def on_replicas(name: str, module: nn.Module) -> torch.optim.Optimizer:
+    """Build an optimizer that divides matrices over all ranks."""
+    group = dist.group.WORLD if dist.is_initialized() else None  # none in the unsharded run
+    return OPTIMIZERS[name](module, process_group=group)
+
+
+# Uneven and empty pieces on most numbers of ranks, a row, a column, a vector, experts, convolution.
+SHAPES = [(6, 4), (5, 13), (1, 7), (9, 1), (9,), (3, 4, 2), (4, 2, 3, 3)]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_on_replicas(name):
+    assert_sharded_equals_unsharded(
+        OPTIMIZERS[name],
+        shapes=SHAPES,
+        world_sizes=(1, 2, 3, 5),
+        layouts="fsdp2",
+        gradients="missing",
+    )
+    assert_sharded_equals_unsharded(
+        OPTIMIZERS[name], shapes=SHAPES, world_sizes=[4], layouts="hsdp", gradients="missing"
+    )
+    assert_sharded_equals_unsharded(
+        partial(on_replicas, name),
+        shapes=SHAPES,
+        world_sizes=(2, 3),
+        layouts="replicated",
+        gradients="missing",
+    )

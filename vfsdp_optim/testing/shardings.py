@@ -31,6 +31,7 @@ LAYOUTS = {
     "ragged": "RaggedShards cut anywhere",
     "fsdp2": "torch.distributed.fsdp.fully_shard on a 1-D mesh",
     "hsdp": "torch.distributed.fsdp.fully_shard on a 2-D mesh",
+    "replicated": "plain parameters on every rank, as in DistributedDataParallel",
 }
 ALIGN = 256  # where parameters start in a flat buffer, as in those of fully_shard
 
@@ -78,6 +79,8 @@ def shard_model(
         ValueError: the layout does not fit the parameters.
         NotImplementedError: "negotiated" for an optimizer that declares no structure.
     """
+    if layout == "replicated":
+        return make_optimizer(first(model))
     mesh = mesh_of(layout)
     if layout == "negotiated":
         optimizer = make_optimizer(first(model))

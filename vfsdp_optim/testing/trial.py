@@ -240,7 +240,7 @@ class Trial:
 
 def _full(value: Any) -> Any:
     if isinstance(value, DTensor):
-        return value.full_tensor()
+        return value.full_tensor().clone()  # where one rank has all of it, that is no copy
     return value.clone() if isinstance(value, Tensor) else value
 
 
