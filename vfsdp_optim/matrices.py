@@ -273,7 +273,9 @@ class ShardedMatrices:
         for unit in self._exchange.held_units(wave):
             job = self._jobs[unit]
             if grads[job.member.number] is not None:
-                job.apply(job.member.open(), self._exchange.update(unit), skip)
+                param = job.member.open()
+                job.apply(param, self._exchange.update(unit), skip)
+                job.member.close(param)
 
 
 def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:

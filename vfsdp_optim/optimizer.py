@@ -465,10 +465,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: ranks differ, or no parameter is one that `process_group` is for.
         """
-        if self._replicas is not None and layout.peers and self._replicas not in layout.peers:
+        replicas, members = self._replicas, layout.members
+        if replicas and members and all(m.shard.ranks is not replicas for m in members):
             raise RuntimeError(
                 "process_group is for plain parameters, of which every rank has a copy, and the "
-                f"{len(layout.members)} parameters of this optimizer are sharded; leave it out"
+                f"{len(members)} parameters of this optimizer are sharded; leave it out"
             )
         lines: dict[Ranks, list[str]] = {}
         for member in layout.members:

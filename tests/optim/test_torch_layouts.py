@@ -1,0 +1,514 @@
+"""Our optimizers on what others laid out: torch's FSDP2, HSDP, DDP and other DTensors."""
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
+
+from ranks import run_ranks
+from sharding import RaggedDTensor
+from small_models import build, loss_of
+from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim.testing import assert_program_is_exact
+from vfsdp_optim.testing.programs import Load, Program, Save, Step
+from vfsdp_optim.testing.wire import wire_bytes
+
+SIZES = [(64, 64), (128, 64), (256, 64), (64, 128)] * 3
+R, S0 = Replicate(), Shard(0)
+
+
+def full_tensors(shapes: list[tuple[int, ...]], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+class Matrices(nn.Module):
+    """Parameters without a forward."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.ws = nn.ParameterList(full_tensors(shapes, 0))
+
+
+def on_fsdp2(model: nn.Module) -> nn.Module:
+    return torch_fsdp.fully_shard(model)
+
+
+def on_hsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    return torch_fsdp.fully_shard(model, mesh=mesh)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return model
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp2": on_fsdp2,
+    "hsdp": on_hsdp,
+    "replicated": replicated,
+}
+
+
+def cut_like(full: Tensor, param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return full.clone()
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = full_tensors([tuple(p.shape) for p in params], seed)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = cut_like(gradient, param)
+    optimizer.step()
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def muon_of(layout: str, shapes: list[tuple[int, ...]], **options: Any) -> Muon:
+    model = LAYOUTS[layout](Matrices(shapes))
+    if layout == "replicated":
+        options["process_group"] = dist.group.WORLD
+    return Muon(list(model.named_parameters()), lr=0.1, **options)
+
+
+# ---------------------------------------------------------------- what a step costs
+
+
+def collectives(function: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        function()
+    return sum(event.name.startswith("c10d::") for event in profiler.events())
+
+
+def costs_of_a_step(layout: str) -> tuple[int, float, int, int, int]:
+    """Return collectives, bytes sent, planned bytes of all ranks, waves and FLOPs of this rank."""
+    optimizer = muon_of(layout, SIZES)
+    step(optimizer, 1)  # compares plans between ranks
+    count = collectives(optimizer.step)
+    sent, unknown = wire_bytes(optimizer.step, dist.get_rank(), dist.get_world_size())
+    assert not list(unknown)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    plan = optimizer.plan()
+    return count, sent, plan.moved_bytes, plan.waves, counter.get_total_flops()
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp2", 2), ("hsdp", 4), ("replicated", 3)])
+def test_muon_step_computes_each_matrix_once_and_moves_the_least(layout, world_size):
+    """VeOmni#1011: an HSDP mesh made each step gather every parameter, unnoticed."""
+    results = run_ranks(costs_of_a_step, world_size, layout)
+    numel = sum(m * n for m, n in SIZES)
+    waves = results[0][3]
+    # To owners from the other rank of the same copy, and back to all that are not the owner.
+    least = {"fsdp2": numel, "hsdp": 2 * numel, "replicated": 2 * numel}[layout] * 4
+    assert {waves for *_, waves, _ in results} == {waves}
+    assert waves >= 1
+    assert max(count for count, *_ in results) <= 2 * waves
+    assert sum(sent for _, sent, *_ in results) <= 1.02 * least
+    assert results[0][2] == least
+    # Newton-Schulz: on all ranks together what one process does.
+    alone = Muon([(str(i), nn.Parameter(w)) for i, w in enumerate(full_tensors(SIZES, 0))], lr=0.1)
+    with FlopCounterMode(display=False) as counter:
+        step(alone, 1)
+    assert sum(flops for *_, flops in results) == counter.get_total_flops() > 0
+    assert max(flops for *_, flops in results) < 1.2 * counter.get_total_flops() / world_size
+
+
+def costs_of_torchs_muon() -> int:
+    model = on_fsdp2(Matrices(SIZES))
+    optimizer = torch.optim.Muon(list(model.named_parameters()), lr=0.1)
+    step(optimizer, 1)
+    return collectives(optimizer.step)
+
+
+def test_torchs_muon_on_fsdp2_issues_a_collective_for_each_product():
+    """What the test above is compared with: 172 collectives for 12 matrices on 2 ranks."""
+    assert min(run_ranks(costs_of_torchs_muon, 2)) > 100
+
+
+def communicates() -> list[int]:
+    counts = []
+    for layout in LAYOUTS:
+        model = LAYOUTS[layout](Matrices([(6, 4), (5,)]))
+        group = dist.group.WORLD if layout == "replicated" else None
+        optimizer = AdamW(model.named_parameters(), process_group=group)
+        step(optimizer, 1)
+        counts.append(collectives(optimizer.step))
+    return counts
+
+
+def test_adamw_communicates_nothing():
+    assert run_ranks(communicates, 2) == [[0, 0, 0]] * 2
+
+
+# ---------------------------------------------------------------- placements
+
+SHAPES = [(7, 5), (2, 9), (16, 4), (1, 12)]
+EXACT: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
+    ((3,), (S0,)),
+    ((3,), (R,)),
+    ((2, 2), (R, S0)),
+    ((2, 2), (S0, R)),
+    ((2, 2), (R, R)),
+    ((2, 2), (S0, S0)),
+    ((2, 1, 2), (R, Shard(1), S0)),
+    ((1, 2, 2), (S0, S0, R)),
+]
+
+
+def distributed(mesh: DeviceMesh, placements: tuple[Placement, ...]) -> list[nn.Parameter]:
+    return [
+        nn.Parameter(distribute_tensor(w, mesh, placements, src_data_rank=None))
+        for w in full_tensors(SHAPES, 0)
+    ]
+
+
+def named(params: list[nn.Parameter]) -> list[tuple[str, nn.Parameter]]:
+    return [(f"w{i}", param) for i, param in enumerate(params)]
+
+
+def train(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> list[Tensor]:
+    for seed in range(1, 4):
+        step(optimizer, seed)
+    states = [optimizer.state[p] for p in params]
+    return [full(p) for p in params] + [full(s[k]) for s in states for k in s if k != "step"]
+
+
+def train_with(mesh_shape: tuple[int, ...], placements: tuple[Placement, ...]) -> list[Tensor]:
+    params = distributed(init_device_mesh("cpu", mesh_shape), placements)
+    optimizer = Muon(named(params), lr=0.1)
+    result = train(optimizer, params)
+    for param in params:
+        assert optimizer.state[param]["momentum_buffer"].placements == param.placements
+    return result
+
+
+@pytest.mark.parametrize(("mesh_shape", "placements"), EXACT, ids=str)
+def test_muon_keeps_its_bits_on_every_placement_that_cuts_ranges(mesh_shape, placements):
+    params = [nn.Parameter(w) for w in full_tensors(SHAPES, 0)]
+    expected = train(Muon(named(params), lr=0.1), params)
+    world_size = torch.tensor(mesh_shape).prod().item()
+    for result in run_ranks(train_with, world_size, mesh_shape, placements):
+        for tensor, alone in zip(result, expected, strict=True):
+            assert torch.equal(tensor, alone)
+
+
+def train_columns_with(make: Callable[..., Any], placements: tuple[Placement, ...]) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    params = [
+        nn.Parameter(distribute_tensor(w, mesh, placements, src_data_rank=None))
+        for w in full_tensors([(6, 5), (3, 4, 2)], 0)
+    ]
+    return train(make(named(params), lr=0.1), params)
+
+
+def test_adamw_updates_columns_too_and_knows_nothing_of_their_place():
+    params = [nn.Parameter(w) for w in full_tensors([(6, 5), (3, 4, 2)], 0)]
+    expected = train(AdamW(named(params), lr=0.1), params)
+    for result in run_ranks(train_columns_with, 2, AdamW, (Shard(1),)):
+        for tensor, alone in zip(result, expected, strict=True):
+            assert torch.equal(tensor, alone)
+
+
+def refuse() -> list[str]:
+    mesh, errors = init_device_mesh("cpu", (2,)), []
+    for make, placement in (
+        (Muon, Shard(1)),
+        (Muon, _StridedShard(0, split_factor=2)),
+        (Muon, Partial()),
+        (AdamW, Partial()),
+    ):
+        param = nn.Parameter(DTensor.from_local(torch.ones(4, 2), mesh, [placement]))
+        with pytest.raises(NotImplementedError) as error:
+            make([("layer.w", param)])
+        errors.append(str(error.value))
+    uneven = torch.ones(1 + 4 * dist.get_rank(), 2)
+    param = nn.Parameter(DTensor.from_local(uneven, mesh, [S0], shape=(6, 2), stride=(2, 1)))
+    with pytest.raises(NotImplementedError) as error:
+        Muon([("layer.w", param)])
+    return [*errors, str(error.value)]
+
+
+def test_other_placements_are_refused_by_name_with_cures():
+    ours, theirs = run_ranks(refuse, 2)
+    assert ours[:4] == theirs[:4]
+    columns, strided, partial_sums, partial_too, uneven = ours
+    for error in (columns, strided):
+        assert error.startswith("layer.w: matrices of a parameter with placements (")
+        assert "no ranges of rows" in error
+        assert "Shard(0) or Replicate()" in error
+        assert "vfsdp_optim.fully_shard" in error
+        assert 'algorithm="adamw"' in error
+    assert "Shard(dim=1)" in columns
+    assert "_StridedShard" in strided
+    assert partial_sums == partial_too
+    assert "layer.w: a parameter with placements (Partial(sum),) is a sum over ranks" in partial_too
+    assert "layer.w: expected 6 elements on this rank" in uneven
+    assert "got 2" in uneven
+
+
+def outside_of_the_mesh() -> str | None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() < 2:
+        return None
+    with pytest.raises(ValueError, match="this rank is not in the mesh") as error:
+        AdamW([("layer.w", nn.Parameter(distribute_tensor(torch.ones(4), mesh, [S0])))])
+    return str(error.value)
+
+
+def test_parameter_of_a_mesh_without_this_rank_is_refused_by_name():
+    assert "layer.w: this rank is not in the mesh" in run_ranks(outside_of_the_mesh, 3)[2]
+
+
+def train_on_a_part_of_the_world() -> list[Tensor] | None:
+    mesh = DeviceMesh("cpu", [[0, 1], [3, 4]], mesh_dim_names=("r", "s"))
+    if dist.get_rank() == 2:
+        return None  # takes no part in anything that follows
+    params = distributed(mesh, (R, S0))
+    first = train(Muon(named(params), lr=0.1), params)
+    params = distributed(mesh, (R, S0))
+    again = train(Muon(named(params), lr=0.1, on_nonfinite="raise"), params)
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+    return first
+
+
+def test_hsdp_mesh_needs_no_rank_outside_of_it():
+    params = [nn.Parameter(w) for w in full_tensors(SHAPES, 0)]
+    expected = train(Muon(named(params), lr=0.1), params)
+    results = run_ranks(train_on_a_part_of_the_world, 5)
+    assert results[2] is None
+    for result in results[:2] + results[3:]:
+        for tensor, alone in zip(result, expected, strict=True):
+            assert torch.equal(tensor, alone)
+
+
+# ---------------------------------------------------------------- replicas
+
+
+def refuse_process_groups() -> list[str]:
+    param = nn.Parameter(torch.ones(4, 4))
+    other = dist.new_group([0])
+    errors = []
+    with pytest.raises(TypeError) as error:
+        Muon([param], process_group="world")
+    errors.append(str(error.value))
+    if dist.get_rank() == 1:
+        with pytest.raises(ValueError, match="process_group: this rank is not in it") as outside:
+            Muon([param], process_group=other)
+        errors.append(str(outside.value))
+    optimizer = muon_of("fsdp2", [(4, 4)], process_group=dist.group.WORLD)
+    with pytest.raises(RuntimeError) as error:
+        step(optimizer, 1)
+    return [*errors, str(error.value)]
+
+
+def test_process_group_that_is_none_or_does_nothing_is_an_error():
+    wrong_type, outside, useless = run_ranks(refuse_process_groups, 2)[1]
+    assert wrong_type == "process_group: expected a torch.distributed.ProcessGroup, got 'world'"
+    assert "model.process_group of DistributedDataParallel" in outside
+    assert "process_group is for plain parameters" in useless
+    assert "leave it out" in useless
+
+
+def train_ddp() -> tuple[float, bool]:
+    """Train with DistributedDataParallel; return the largest difference to torch's way alone."""
+    model = DistributedDataParallel(build())
+    alone = build()
+    options = dict(adamw=dict(lr=0.01))
+    optimizer = Muon(param_groups(model, **options), lr=0.02, process_group=model.process_group)
+    reference = Muon(param_groups(alone, **options), lr=0.02)
+    copied = deepcopy(optimizer)
+    assert copied.plan().loads == optimizer.plan().loads
+    assert len(copied.plan().loads) == 2
+    for seed in range(3):
+        loss_of(model, seed + 10 * dist.get_rank()).backward()
+        for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
+            theirs.grad = ours.grad.clone()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
+    moved = any(not torch.equal(a, b) for a, b in zip(pairs[0], build().parameters(), strict=False))
+    return max(float((a - b).detach().abs().max()) for a, b in pairs), moved
+
+
+def test_ddp_training_has_the_bits_of_every_rank_computing_everything():
+    assert run_ranks(train_ddp, 2) == [(0.0, True)] * 2
+
+
+def train_fsdp2(layout: str) -> list[float]:
+    model, alone = LAYOUTS[layout](build()), build()
+    optimizer = Muon(param_groups(model), lr=0.02)
+    reference = Muon(param_groups(alone), lr=0.02)
+    for seed in range(3):
+        loss_of(model, seed + 10 * dist.get_rank()).backward()
+        for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
+            theirs.grad = full(ours.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [float((full(a) - b).detach().abs().max()) for a, b in pairs]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp2", 3), ("hsdp", 4)])
+def test_training_on_torchs_shards_has_the_bits_of_one_process_with_its_gradients(
+    layout, world_size
+):
+    for differences in run_ranks(train_fsdp2, world_size, layout):
+        assert differences == [0.0] * len(differences)
+
+
+# ---------------------------------------------------------------- memory formats
+
+
+def channels_last() -> list[Tensor]:
+    shapes = [(8, 3, 3, 3), (5, 8, 1, 1), (6, 2, 5, 4)]
+    return [w.to(memory_format=torch.channels_last) for w in full_tensors(shapes, 0)]
+
+
+def train_channels_last(kind: str) -> list[Tensor]:
+    weights, group = channels_last(), None
+    if kind == "replicated":
+        group = dist.group.WORLD
+    else:  # torch's fully_shard refuses such parameters; distribute_tensor does not
+        mesh = init_device_mesh("cpu", (2,))
+        weights = [distribute_tensor(w, mesh, [S0], src_data_rank=None) for w in weights]
+    params = [nn.Parameter(w) for w in weights]
+    strides = [p.stride() for p in params]
+    matrices = "o ... -> o (...)"
+    conv = {"params": named(params), "matrices": matrices}
+    result = train(Muon([conv], lr=0.1, process_group=group), params)
+    assert [p.stride() for p in params] == strides
+    return result
+
+
+@pytest.mark.parametrize("kind", ["rows", "replicated"])
+def test_channels_last_does_not_matter(kind):
+    params = [nn.Parameter(w.contiguous()) for w in channels_last()]
+    conv = {"params": named(params), "matrices": "o ... -> o (...)"}
+    expected = train(Muon([conv], lr=0.1), params)
+    for result in run_ranks(train_channels_last, 2, kind):
+        for tensor, alone in zip(result, expected, strict=True):
+            assert torch.equal(tensor, alone)
+
+
+# ---------------------------------------------------------------- checkpoints
+
+
+def make_muon(module: nn.Module) -> Muon:
+    matrices = [(n, p) for n, p in module.named_parameters() if p.dim() == 2]
+    rest = [(n, p) for n, p in module.named_parameters() if p.dim() != 2]
+    return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.1)
+
+
+@pytest.mark.parametrize("checkpoint", ["dcp", "state_dict"])
+@pytest.mark.parametrize(
+    "places",
+    [
+        [(2, "fsdp2"), (3, "fsdp2"), (2, "ours"), (4, "hsdp"), (2, "fsdp2")],
+        [(4, "hsdp"), (2, "replicated"), (3, "ours"), (2, "hsdp")],
+    ],
+    ids=["from_fsdp2", "from_hsdp"],
+)
+def test_states_move_between_torchs_shards_ours_and_numbers_of_ranks(checkpoint, places):
+    instructions: list[Any] = [Step(), Save()]
+    for world_size, layout in places[1:]:
+        instructions += [Load(world_size, layout), Step(), Save()]
+    world_size, layout = places[0]
+    program = Program(
+        ((13, 4), (3, 5), (7,), (1, 6)), world_size, layout, tuple(instructions), 0, "float32",
+        checkpoint,
+    )  # fmt: skip
+    assert_program_is_exact(make_muon, program)
+
+
+def state_dicts() -> list[str]:
+    model = on_fsdp2(Matrices([(7, 3), (2, 4)]))
+    optimizer = Muon(list(model.named_parameters()), lr=0.1)
+    step(optimizer, 1)
+    states = get_optimizer_state_dict(model, optimizer)["state"]
+    params = dict(model.named_parameters())
+    for name, state in states.items():
+        momentum = state["momentum_buffer"]
+        assert type(momentum) is DTensor
+        assert not isinstance(momentum, RaggedDTensor)
+        assert momentum.placements == params[name].placements
+        assert momentum.device_mesh == params[name].device_mesh
+        assert momentum.shape == params[name].shape
+        assert momentum.stride() == params[name].stride()
+    # A state in another layout of the same mesh is laid out as the parameter.
+    saved = optimizer.state_dict()
+    other = make_copy(saved, lambda t: t.redistribute(placements=[R]))
+    step(optimizer, 2)
+    optimizer.load_state_dict(other)
+    for i, state in saved["state"].items():
+        param = optimizer.param_groups[0]["params"][i]
+        loaded = optimizer.state[param]["momentum_buffer"]
+        assert torch.equal(full(loaded), full(other["state"][i]["momentum_buffer"]))
+        assert loaded.placements == (S0,)
+        del state
+    return sorted(states)
+
+
+def make_copy(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    state = {
+        i: {key: change(value).clone() for key, value in of_param.items()}
+        for i, of_param in saved["state"].items()
+    }
+    return {**saved, "state": state}
+
+
+def test_states_of_dtensors_are_dtensors_with_the_same_placements():
+    assert run_ranks(state_dicts, 3) == [["ws.0", "ws.1"]] * 3
+
+
+def ways_to_set_gradients() -> str:
+    model = on_fsdp2(Matrices([(7, 3)]))
+    (param,) = model.parameters()
+    optimizer = AdamW([("layer.w", param)])
+    param.grad = DTensor.from_local(torch.ones(7, 3), param.device_mesh, [R])
+    with pytest.raises(TypeError) as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_gradient_in_another_layout_is_refused_by_name():
+    for error in run_ranks(ways_to_set_gradients, 2):
+        assert error.startswith(
+            "layer.w: expected a gradient laid out as its parameter, in (Shard("
+        )
+        assert "got a DTensor in (Replicate(),)" in error
+
+
+def differing_plans() -> str:
+    rank = dist.get_rank()
+    param = nn.Parameter(torch.ones(4, 4))
+    optimizer = Muon([("layer.w", param)], ns_steps=5 + rank, process_group=dist.group.WORLD)
+    param.grad = torch.ones(4, 4)
+    with pytest.raises(RuntimeError, match="differs between ranks 0 and 1") as error:
+        optimizer.step()
+    return str(error.value)
+
+
+def test_replicas_with_other_settings_are_an_error_on_every_rank():
+    for error in run_ranks(differing_plans, 2):
+        assert "ns_steps=5" in error
+        assert "ns_steps=6" in error
