@@ -14,10 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import statistics
-import sys
-import time
 from collections.abc import Callable
 
 import torch
@@ -31,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vfsdp_optim
 from sharding.report import render_table
+from turns import launch, ratios, take_turns, timed
 
 VOCAB, HEADS = 1000, 4
 
@@ -118,16 +115,6 @@ def build(width: int, layers: int, mesh: DeviceMesh) -> dict[str, Candidate]:
     }
 
 
-def timed(step: Callable[[], object]) -> float:
-    """Seconds that the slowest rank takes from a common start."""
-    dist.barrier()
-    start = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - start, dtype=torch.float64)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
-
-
 def time_training(candidates: dict[str, Candidate], batch: int, length: int, rounds: int) -> None:
     """Lets the candidates take turns, first in one order and then in the other.
 
@@ -166,22 +153,8 @@ def time_adamw(candidates: dict[str, Candidate], rounds: int) -> dict[str, list[
     tokens = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(rank))
     for name in ("fsdp2", "ours"):
         candidates[name].model(tokens).backward()
-    times: dict[str, list[float]] = {name: [] for name in optimizers}
-    for i in track(range(rounds + 2), description="adamw", disable=rank != 0, transient=True):
-        for name in optimizers if i % 2 else reversed(optimizers):
-            step = optimizers[name].step
-            seconds = timed(lambda: [step() for _ in range(10)])  # noqa: B023
-            if i >= 2:
-                times[name].append(seconds)
-    return times
-
-
-def ratios(times: list[float], baseline: list[float]) -> tuple[float, float, float]:
-    """Lower quartile, median and upper quartile of times / baseline, round by round."""
-    low, median, high = statistics.quantiles(
-        [a / b for a, b in zip(times, baseline, strict=True)], n=4
-    )
-    return low, median, high
+    steps = {name: optimizer.step for name, optimizer in optimizers.items()}
+    return take_turns(steps, rounds, "adamw", repeat=10)
 
 
 def report(candidates: dict[str, Candidate], adamw: dict[str, list[float]], as_json: bool) -> None:
@@ -229,22 +202,13 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs on every rank."""
     arguments = parse_arguments()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     candidates = build(arguments.width, arguments.layers, mesh)
     time_training(candidates, arguments.batch, arguments.length, arguments.rounds)
     adamw = time_adamw(candidates, arguments.rounds)
     if dist.get_rank() == 0:
         report(candidates, adamw, arguments.json)
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    if "RANK" in os.environ:
-        main()
-    else:  # not launched by torchrun: be it
-        from torch.distributed.run import main as torchrun
-
-        ranks = str(parse_arguments().ranks)
-        torchrun(["--standalone", "--nproc-per-node", ranks, __file__, *sys.argv[1:]])
+    launch(main, __file__, parse_arguments().ranks)

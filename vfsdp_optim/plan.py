@@ -7,6 +7,7 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
+from sharding.ownership import OwnerPlan
 from vfsdp_optim.matrices import Job, plan_jobs
 from vfsdp_optim.runs import Member
 
@@ -26,6 +27,8 @@ class PlanRow:
         owners: ranks that compute its units.
         scale: what the learning rate is multiplied by; None where units differ.
         moved_bytes: bytes that travel for it in one step, to owners and back, all ranks together.
+        saved_bytes: bytes that would travel for its resident units if they were cut evenly over
+            all ranks, as rows are by torch's fully_shard.
     """
 
     fqn: str
@@ -37,6 +40,7 @@ class PlanRow:
     owners: tuple[int, ...] = ()
     scale: float | None = 1.0
     moved_bytes: int = 0
+    saved_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,31 +51,47 @@ class OptimizerPlan:
         rows: one for each parameter with state.
         loads: by rank, its share of the matrix work; all equal to 1 / ranks is perfect balance.
         waves: exchanges of owned units in a step.
+        skew: how much longer the matrix part takes than if its work were divided evenly: the sum
+            over waves of the busiest rank's work, over the mean work of a rank.
+        largest_share: work of the largest unit, over the mean work of a rank. Above 1 it bounds
+            `skew`, and more ranks make the matrix part no faster.
     """
 
     rows: tuple[PlanRow, ...]
     loads: tuple[float, ...]
     waves: int
+    skew: float = 1.0
+    largest_share: float = 0.0
 
     @property
     def moved_bytes(self) -> int:
         """Bytes that travel in one step, all ranks together."""
         return sum(row.moved_bytes for row in self.rows)
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that residency saves in one step, all ranks together."""
+        return sum(row.saved_bytes for row in self.rows)
+
     def table(self) -> Table:
         """Return the rows and a line of totals."""
         table = Table(show_footer=True)
         resident, owned = sum(r.resident for r in self.rows), sum(r.owned for r in self.rows)
-        busiest = max(self.loads, default=0.0) * len(self.loads)
+        if self.largest_share > 1:
+            table.caption = (
+                f"The largest matrix is {self.largest_share:.2f} times a rank's equal share of the "
+                "work: more ranks make the matrix part no faster."
+            )
         table.add_column("parameter", f"{len(self.rows)} parameters")
         table.add_column("shape")
         table.add_column("algorithm")
-        table.add_column("matrices", f"busiest rank {busiest:.2f} x mean" if self.loads else "")
+        table.add_column("matrices", f"skew {self.skew:.2f}" if self.loads else "")
         table.add_column("resident", str(resident), justify="right")
         table.add_column("owned", f"{owned} in {self.waves} waves", justify="right")
         table.add_column("owners")
         table.add_column("lr scale", justify="right")
         table.add_column("bytes moved", f"{self.moved_bytes:,}", justify="right")
+        table.add_column("bytes saved", f"{self.saved_bytes:,}", justify="right")
         for row in self.rows:
             table.add_row(
                 row.fqn,
@@ -83,6 +103,7 @@ class OptimizerPlan:
                 ",".join(map(str, row.owners)),
                 "varies" if row.scale is None else f"{row.scale:.3g}",
                 f"{row.moved_bytes:,}",
+                f"{row.saved_bytes:,}",
             )
         return table
 
@@ -106,10 +127,12 @@ def make_plan(
         for m, a in zip(members, algorithms, strict=True)
     }
     loads: list[int] = []
-    waves = 0
+    waves = slowest = largest = 0
     for jobs in jobs_by_ranks:
         plan = plan_jobs(jobs, max_exchange_bytes)
         waves += len(plan.waves)
+        slowest += sum(plan.wave_loads)
+        largest = max([largest, *(unit.cost for unit in plan.units)])
         loads += [0] * (plan.world_size - len(loads))
         for rank, load in enumerate(plan.loads):
             loads[rank] += load
@@ -117,28 +140,41 @@ def make_plan(
         for i, job in enumerate(jobs):
             units.setdefault(job.member.number, []).append(i)
         for number, indices in units.items():
-            first = jobs[indices[0]]
-            itemsize = first.algorithm.wire_dtype(first.group, first.member.param.device).itemsize
-            resident = sum(plan.is_resident(i) for i in indices)
-            moved = sum(
-                plan.units[i].gathered(plan.owners[i]) + plan.units[i].returned(plan.owners[i])
-                for i in indices
-            )
-            scales = {jobs[i].scale for i in indices}
-            rows[number] = PlanRow(
-                fqn=first.member.fqn,
-                shape=tuple(first.member.param.shape),
-                algorithm=first.algorithm.name,
-                matrices=_matrices([jobs[i] for i in indices]),
-                resident=resident,
-                owned=len(indices) - resident,
-                owners=tuple(sorted({plan.owners[i] for i in indices})),
-                scale=scales.pop() if len(scales) == 1 else None,
-                moved_bytes=moved * itemsize,
-            )
+            rows[number] = _row(jobs, plan, indices)
     total = sum(loads)
-    shares = tuple(load / total for load in loads) if total else ()
-    return OptimizerPlan(tuple(rows[m.number] for m in members), shares, waves)
+    ordered = tuple(rows[m.number] for m in members)
+    if not total:
+        return OptimizerPlan(ordered, (), waves)
+    mean = total / len(loads)
+    shares = tuple(load / total for load in loads)
+    return OptimizerPlan(ordered, shares, waves, slowest / mean, largest / mean)
+
+
+def _row(jobs: Sequence[Job], plan: OwnerPlan, indices: Sequence[int]) -> PlanRow:
+    """Return the row of the parameter whose units are `indices`."""
+    first = jobs[indices[0]]
+    itemsize = first.algorithm.wire_dtype(first.group, first.member.param.device).itemsize
+    moved = saved = 0
+    for i in indices:
+        unit, owner = plan.units[i], plan.owners[i]
+        if plan.is_resident(i):
+            saved += 2 * (unit.numel - unit.numel // plan.world_size)
+        else:
+            moved += unit.gathered(owner) + unit.returned(owner)
+    resident = sum(map(plan.is_resident, indices))
+    scales = {jobs[i].scale for i in indices}
+    return PlanRow(
+        fqn=first.member.fqn,
+        shape=tuple(first.member.param.shape),
+        algorithm=first.algorithm.name,
+        matrices=_matrices([jobs[i] for i in indices]),
+        resident=resident,
+        owned=len(indices) - resident,
+        owners=tuple(sorted({plan.owners[i] for i in indices})),
+        scale=scales.pop() if len(scales) == 1 else None,
+        moved_bytes=moved * itemsize,
+        saved_bytes=saved * itemsize,
+    )
 
 
 def _matrices(jobs: Sequence[Job]) -> str:
