@@ -58,6 +58,7 @@ ORDER = {
         "plan",
         "optimizer",
         "adamw",
+        "qk_clip",
         "muon",
         "groups",
         "__init__",

@@ -11,6 +11,7 @@ from sharding import (
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
+from vfsdp_optim.qk_clip import QKHeads
 
 __all__ = [
     "AdamW",
@@ -18,6 +19,7 @@ __all__ = [
     "FullMatrix",
     "MixedPrecisionPolicy",
     "Muon",
+    "QKHeads",
     "fully_shard",
     "layout",
     "load_full_state_dict",

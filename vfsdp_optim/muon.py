@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix. The matrix part may travel to owner ranks."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 from sharding.structure import FullMatrix
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch, check_at_least_zero, check_state_dtype
+from vfsdp_optim.membership import named
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
     Coefficients,
@@ -21,6 +22,7 @@ from vfsdp_optim.newton_schulz import (
     orthogonalize,
 )
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.qk_clip import QKHeads, clip
 from vfsdp_optim.runs import Run
 
 _KELLER = COEFFICIENTS["keller5"][0]
@@ -229,6 +231,35 @@ class Muon(StructuredOptimizer):
             on_nonfinite=on_nonfinite,
             process_group=process_group,
         )
+
+    @torch.no_grad()
+    def qk_clip(self, max_logits: Mapping[QKHeads, Tensor], threshold: float = 100.0) -> None:
+        """Keep attention logits below a threshold, by scaling query and key weights: MuonClip.
+
+        Call it after `step()`, on every rank with the same attentions in the same order. A head
+        whose largest logit S on any rank is above the threshold t has its query and key rows
+        multiplied by sqrt(t / S); all others keep their bits. One reduction for all heads; the
+        result is the same, bit by bit, on any number of ranks. Momentum is left alone.
+
+        Args:
+            max_logits: for each attention, (heads,) the largest logit before the softmax that this
+                rank saw since the last call, after scaling by 1 / sqrt(head_dim); -inf where it saw
+                none. The weights may be in any group.
+            threshold: 100 in Kimi K2.
+
+        Raises:
+            ValueError: an unknown name, logits of another shape, a weight without these rows, or a
+                threshold that is not positive.
+
+        References:
+            Kimi K2, arXiv:2507.20534, algorithm 1.
+        """
+        parameters = {
+            fqn: param
+            for g, group in enumerate(self.param_groups)
+            for param, fqn in named(group, f"group {g}")
+        }
+        clip(max_logits, parameters, threshold, self._replicas)
 
 
 def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
