@@ -99,8 +99,11 @@ def param_groups(
         model: sharded or not, wrapped or not, on any device.
         adamw: hyper-parameters of the AdamW group; the rest are AdamW's defaults.
         muon: hyper-parameters of the Muon groups; the rest are the optimizer's.
-        matrices: for names that match a glob, the pattern of the matrices in the parameter, or None
-            for AdamW. Comes before every other rule.
+        matrices: for names that match a glob, the matrices in the parameter, as an einops pattern
+            or a `FullMatrix`, or None for AdamW. Comes before every other rule. For example
+            "e m n -> e m n" for stacked experts, "(h q d) n -> q (h d) n; q=3 h=12" for queries,
+            keys and values that alternate by head, FullMatrix(row_splits=(4096, 1024, 1024)) for
+            fused rows of unequal heights, "m (h d) -> h m d; h=12" for heads by columns.
 
     Raises:
         TypeError: `model` is no module, or another argument no mapping.
@@ -163,10 +166,13 @@ def _chosen(
         matched = [use for use in uses if fnmatchcase(use.fqn, glob)]
         if not matched:
             raise ValueError(
-                f"matrices: {glob!r} matches no parameter of {[use.fqn for use in uses]}"
+                f"matrices: {glob!r} matches no parameter of {[use.fqn for use in uses]}; correct "
+                "the glob, or leave it out"
             )
-        text = None if pattern is None else str(FullMatrix.parse(str(pattern)))
+        text = None if pattern is None else _parsed(glob, pattern)
         for use in matched:
+            if text is not None and use.param.requires_grad:
+                _check_fits(use, glob, text)
             if use.fqn in chosen and chosen[use.fqn] != text:
                 raise ValueError(
                     f"{use.fqn}: matrices has {origin[use.fqn]!r}: {chosen[use.fqn]!r} and "
@@ -233,8 +239,6 @@ def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         return to("frozen", "requires no gradient")
     if use.fqn in chosen:
         pattern = chosen[use.fqn]
-        if pattern is not None:
-            _check_fits(use, pattern)
         return to("adamw" if pattern is None else "muon", "named in matrices", pattern)
     if _is_weight(use, _EMBEDDINGS):
         return to("adamw", "embedding")
@@ -267,11 +271,18 @@ def _known_pattern(name: str, module: nn.Module) -> str | None:
     return None
 
 
-def _check_fits(use: _Use, pattern: str) -> None:
+def _parsed(glob: str, pattern: str | FullMatrix) -> str:
     try:
-        FullMatrix.parse(pattern).units(tuple(use.param.shape))
+        return str(FullMatrix.parse(str(pattern)))
     except ValueError as error:
-        raise ValueError(f"{use.fqn}: {error}") from None
+        raise ValueError(f"matrices: {glob!r}: {error}") from None
+
+
+def _check_fits(use: _Use, glob: str, text: str) -> None:
+    try:
+        FullMatrix.parse(text).units(tuple(use.param.shape))
+    except ValueError as error:
+        raise ValueError(f"{use.fqn}, by matrices={{{glob!r}: {text!r}}}: {error}") from None
 
 
 def _ambiguous(use: _Use, module: nn.Module) -> str:

@@ -163,7 +163,7 @@ def test_matrices_says_where_they_are_by_glob():
     ("matrices", "fact"),
     [
         ({"w[123].weight": "m n -> m n"}, r"'w\[123\]\.weight' matches no parameter"),
-        ({"moe.w": "m n -> m n"}, r"moe\.w: FullMatrix\(\) .*\n Pattern: 'm n -> m n'"),
+        ({"moe.w": "m n -> m n"}, r"moe\.w, by .*: FullMatrix\(\) .*\n Pattern: 'm n"),
         ({"moe.w": "m n"}, "m n"),
         ({"*.w": "e m n -> e m n", "moe.*": None}, r"moe\.w: .*'\*\.w'.*'moe\.\*'"),
     ],

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from vfsdp_optim.newton_schulz import (
@@ -105,3 +106,103 @@ def test_cost_counts_the_products_of_a_step():
     short, long = 3, 10
     step = short * long * short + short**3 + short * short * long
     assert newton_schulz_cost(short, long, 5) == newton_schulz_cost(long, short, 5) == 5 * step
+
+
+# -------------------------------------------------------------------- scale
+
+
+shapes_and_seeds = {
+    "rows": st.integers(1, 30),
+    "cols": st.integers(1, 30),
+    "seed": st.integers(0, 2**31),
+}
+
+
+def drawn(rows: int, cols: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Normal numbers, some rows and elements far smaller than others."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(rows, cols, generator=generator)
+    x *= 10.0 ** torch.randint(-12, 1, (rows, 1), generator=generator)
+    return x.to(dtype)
+
+
+@given(**shapes_and_seeds, exponent=st.integers(-18, 55))
+def test_scale_that_is_taken_out_changes_no_bit_where_torch_is_right(rows, cols, seed, exponent):
+    # Between torch's eps and the overflow of its norm; subnormals of the quotient included.
+    x = drawn(rows, cols, seed)
+    x = x / x.abs().max() * 2.0**exponent
+    expected = _zeropower_via_newtonschulz(x.clone(), KELLER, 5, 1e-7)
+    assert torch.equal(orthogonalize(x), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.float16])
+@pytest.mark.parametrize("computed", [torch.bfloat16, torch.float32, torch.float64, torch.float16])
+@given(**shapes_and_seeds, exponent=st.integers(-100, 95))
+def test_result_does_not_depend_on_the_scale_of_the_gradient(
+    dtype, computed, rows, cols, seed, exponent
+):
+    # At 1e-11 of the usual norm torch's update is a tenth too small, at 1e20 it is NaN.
+    if computed == torch.float16 and dtype == torch.float64:
+        exponent = 8 * exponent
+    x = torch.randn(rows, cols, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    if dtype == torch.float16:
+        exponent = exponent % 12  # what float16 has room for without losing bits
+    expected = orthogonalize(x, dtype=computed)
+    assert torch.equal(orthogonalize(x * 2.0**exponent, dtype=computed), expected)
+    assert expected.isfinite().all()
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e-20, 1e-10, 1e10, 1e20, 1e30, 3e38])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_update_of_muon_has_its_size_from_the_smallest_to_the_largest_gradient(scale, dtype):
+    # megatron-lm#5394 and KellerJordan/Muon: below eps the update shrinks with the gradient.
+    grad = torch.randn(8, 12, generator=torch.Generator().manual_seed(0))
+    grad = grad / grad.abs().max()
+    updates = []
+    for factor in (1.0, scale):
+        update = orthogonalize((grad * factor).to(dtype), dtype=dtype)
+        assert update.isfinite().all()
+        updates.append(update.float())
+    # 1e-30 is no power of two: the elements are rounded anew.
+    torch.testing.assert_close(updates[0], updates[1], rtol=0, atol=5e-2)
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-7, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+def test_zero_gradient_gives_a_zero_update(eps, dtype):
+    update = orthogonalize(torch.zeros(5, 3), eps=eps, dtype=dtype)
+    assert torch.equal(update, torch.zeros(5, 3, dtype=dtype))
+
+
+@pytest.mark.parametrize("value", [2.0**-149, 2.0**-126, 3.4e38, -3.4e38])
+def test_extreme_finite_matrix_never_gives_nan(value):
+    for shape in ((1, 1), (4, 6), (6, 4)):
+        for dtype in (torch.bfloat16, torch.float32):
+            update = orthogonalize(torch.full(shape, value), dtype=dtype).float()
+            assert update.isfinite().all()
+            assert update.norm() > 0.5
+
+
+@pytest.mark.parametrize("value", [torch.inf, -torch.inf, torch.nan])
+def test_nonfinite_matrix_gives_nan_and_no_plausible_update(value):
+    x = torch.ones(4, 6)
+    x[1, 2] = value
+    assert orthogonalize(x).isnan().any()
+
+
+def test_memory_that_is_given_is_used_and_gives_the_same_bits():
+    taken: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def take(numel: int, dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
+        assert taken.setdefault((name, dtype), torch.empty(300, dtype=dtype)).numel() >= numel
+        return taken[name, dtype][:numel].fill_(torch.nan)
+
+    for rows, cols in ((12, 20), (20, 12), (7, 7)):
+        x = drawn(rows, cols, 1)
+        for dtype in (torch.float32, torch.bfloat16):
+            for steps in (0, 1, 4, 5):
+                own = orthogonalize(x, dtype=dtype, steps=steps)
+                result = orthogonalize(x, dtype=dtype, steps=steps, take=take)
+                assert torch.equal(own, result)
+                memory = [t.untyped_storage().data_ptr() for t in taken.values()]
+                assert result.untyped_storage().data_ptr() in memory
