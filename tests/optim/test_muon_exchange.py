@@ -1,0 +1,316 @@
+"""What Muon's exchange moves, computes and allocates, counted in real steps; and in which order."""
+
+from __future__ import annotations
+
+import gc
+import resource
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from ranks import run_ranks
+from sharding import fully_shard
+from sharding.exchange import Exchange
+from vfsdp_optim import Muon
+from vfsdp_optim.matrices import ShardedMatrices
+from vfsdp_optim.muon import MuonAlgorithm
+from vfsdp_optim.testing.wire import WireBytes
+
+Shape = tuple[int, int]
+
+TWELVE: list[Shape] = [(64, 64), (128, 64), (192, 64), (256, 64)] * 3
+CUT: list[Shape] = [(50, 30)] * 9  # in one bucket: most are cut on 2 ranks or more
+
+
+def model_of(shapes: Sequence[Shape]) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(cols, rows, bias=False) for rows, cols in shapes])
+
+
+def full_gradients(shapes: Sequence[Shape]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+def sharded(shapes: Sequence[Shape], **options: Any) -> Muon:
+    """Muon of a sharded model whose gradients are set."""
+    model = model_of(shapes)
+    for i in range(0, len(shapes), 3):
+        fully_shard(list(model[i : i + 3]))
+    for p, full in zip(model.parameters(), full_gradients(shapes), strict=True):
+        p.grad = torch.zeros_like(p)
+        p.grad.copy_(full)
+    return Muon(model.named_parameters(), **options)
+
+
+def parts_of(optimizer: Muon) -> list[ShardedMatrices]:
+    return [part for part in optimizer._layout.matrices if isinstance(part, ShardedMatrices)]
+
+
+# -------------------------------------------------------------------- bytes and collectives
+
+
+def count_bytes(shapes: Sequence[Shape], ns_dtype: torch.dtype) -> tuple[float, int, int, int]:
+    """Return (bytes sent by this rank, least of all ranks, collectives, waves) of one step."""
+    optimizer = sharded(shapes, ns_dtype=ns_dtype)
+    optimizer.step()
+    with WireBytes(dist.get_rank(), dist.get_world_size()) as counter:
+        optimizer.step()
+    assert not counter.unknown
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    calls = sum(e.count for e in profiler.key_averages() if e.key.startswith("c10d::"))
+    params = dict(
+        zip(optimizer.param_groups[0]["param_names"], optimizer.param_groups[0]["params"])  # noqa: B905
+    )
+    least, plan = 0, optimizer.plan()
+    for row in plan.rows:
+        (owner,), p = row.owners, params[row.fqn]
+        start, stop = p.placement.all_bounds(p.numel())[owner]
+        least += 2 * (p.numel() - (stop - start)) * ns_dtype.itemsize
+    assert plan.moved_bytes == least
+    return counter.sent, least, calls, plan.waves
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("ns_dtype", [torch.bfloat16, torch.float32])
+def test_muon_sends_no_more_than_owners_lack_and_twice_a_wave(world_size, ns_dtype):
+    results = run_ranks(count_bytes, world_size, TWELVE, ns_dtype)
+    least = results[0][1]
+    assert least > 0
+    assert least <= sum(sent for sent, *_ in results) <= 1.02 * least
+    for _, _, calls, waves in results:
+        assert 0 < calls <= 2 * waves
+
+
+def test_muon_of_a_model_whose_matrices_are_all_resident_sends_nothing():
+    # 2 matrices of 256 elements a bucket: one on each rank.
+    results = run_ranks(count_bytes, 2, [(16, 16)] * 2, torch.float32)
+    assert results == [(0.0, 0, 0, 0)] * 2
+
+
+def count_torchs_collectives() -> int:
+    mesh = init_device_mesh("cpu", (2,))
+    model = torch_fsdp.fully_shard(model_of(TWELVE), mesh=mesh)
+    for p, full in zip(model.parameters(), full_gradients(TWELVE), strict=True):
+        p.grad = distribute_tensor(full, mesh, p.placements)
+    optimizer = torch.optim.Muon(model.parameters())
+    optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    return sum(e.count for e in profiler.key_averages() if e.key.startswith("c10d::"))
+
+
+def test_torchs_muon_on_fsdp2_has_a_dozen_collectives_a_matrix_where_ours_has_two_a_wave():
+    assert min(run_ranks(count_torchs_collectives, 2)) >= 10 * len(TWELVE)
+    (_, _, calls, waves), _ = run_ranks(count_bytes, 2, TWELVE, torch.bfloat16)
+    assert (calls, waves) == (2, 1)
+
+
+# -------------------------------------------------------------------- multiply-adds
+
+
+def count_flops(shapes: Sequence[Shape]) -> int:
+    optimizer = sharded(shapes)
+    with FlopCounterMode(display=False) as counter:
+        optimizer.step()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_muon_computes_every_matrix_once_over_all_ranks(world_size):
+    # torch under FSDP2 computes every one on every rank.
+    shapes = [*TWELVE, *CUT]
+    params = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    for p, full in zip(params, full_gradients(shapes), strict=True):
+        p.grad = full
+    with FlopCounterMode(display=False) as counter:
+        Muon(params).step()
+    # Five steps of three products: x x^T, its square, and a product with x.
+    expected = sum(
+        5 * 2 * (2 * min(s) ** 2 * max(s) + min(s) ** 3) for s in shapes
+    )  # fmt: skip
+    assert counter.get_total_flops() == expected
+    flops = run_ranks(count_flops, world_size, shapes)
+    assert sum(flops) == expected
+    assert max(flops) <= 1.25 * expected / world_size
+
+
+# -------------------------------------------------------------------- overlap
+
+EVENTS: list[tuple[str, int]] = []
+
+
+class _RecordingExchange(Exchange):
+    def start_gather(self, wave: int) -> None:
+        EVENTS.append(("gather", wave))
+        super().start_gather(wave)
+
+    def wait_gather(self, wave: int) -> None:
+        super().wait_gather(wave)
+        EVENTS.append(("gathered", wave))
+
+    def start_return(self, wave: int) -> None:
+        EVENTS.append(("return", wave))
+        super().start_return(wave)
+
+    def wait_return(self, wave: int) -> None:
+        super().wait_return(wave)
+        EVENTS.append(("returned", wave))
+
+
+class _RecordingMuon(MuonAlgorithm):
+    def matrix_update(self, group: Any, matrix: Tensor, scratch: Any) -> Tensor:
+        EVENTS.append(("compute", -1))
+        return super().matrix_update(group, matrix, scratch)
+
+
+def record(shapes: Sequence[Shape]) -> tuple[list[tuple[str, int]], int, int]:
+    """Return the events of a step, its waves, and the most collectives in flight."""
+    # Room for two matrices that a rank owns and two pieces that it sends.
+    optimizer = sharded(shapes, max_exchange_bytes=4 * 4 * 50 * 30)
+    optimizer.step()
+    (part,) = parts_of(optimizer)
+    part._exchange.__class__ = _RecordingExchange
+    optimizer._algorithms["muon"].__class__ = _RecordingMuon
+    EVENTS.clear()
+    optimizer.step()
+    flying, most = 0, 0
+    for name, _ in EVENTS:
+        flying += {"gather": 1, "return": 1, "gathered": -1, "returned": -1}.get(name, 0)
+        most = max(most, flying)
+    return list(EVENTS), len(part.plan.waves), most
+
+
+def test_exchange_of_muon_is_in_flight_while_matrices_are_computed():
+    for events, waves, most in run_ranks(record, 2, CUT * 4):
+        assert waves >= 3
+        assert most <= 2 + 1  # a wait of what has arrived already counts until it is called
+        at = {event: i for i, event in enumerate(events) if event[0] != "compute"}
+        computed = [i for i, (name, _) in enumerate(events) if name == "compute"]
+
+        def overlaps(start: int, stop: int, computed=computed) -> bool:
+            return any(start < i < stop for i in computed)
+
+        for wave in range(waves - 1):
+            # The next wave is sent before the last matrix of this one, and awaited after it.
+            assert at["gather", wave + 1] < at["return", wave] < at["gathered", wave + 1]
+            assert overlaps(at["gather", wave + 1], at["gathered", wave + 1])
+            # Updates return while the first matrices of the next wave are computed.
+            assert overlaps(at["return", wave], at["returned", wave])
+            # Two slots: a wave is sent when the one before the last has returned.
+            if wave > 0:
+                assert at["returned", wave - 1] < at["gather", wave + 1]
+
+
+# -------------------------------------------------------------------- memory
+
+
+class _Allocations(TorchDispatchMode):
+    """The bytes of every storage that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented
+        out = func(*args, **(kwargs or {}))
+        given = {x.untyped_storage()._cdata for x in pytree.tree_leaves((args, kwargs))
+                 if isinstance(x, Tensor)}  # fmt: skip
+        for x in pytree.tree_leaves(out):
+            if isinstance(x, Tensor) and x.untyped_storage()._cdata not in given:
+                self.largest = max(self.largest, x.untyped_storage().nbytes())
+        return out
+
+
+def train_long(steps: int) -> tuple[int, int, int, int, int]:
+    """Return (largest allocation of a step, bytes of the slots, limit, new tensors, new bytes)."""
+    limit = 4 * 3 * 50 * 30
+    optimizer = sharded(CUT, max_exchange_bytes=limit)
+    for _ in range(steps // 2):
+        optimizer.step()
+    with _Allocations() as allocations:
+        optimizer.step()
+    tensors, bytes_before = live()
+    for _ in range(steps // 2):
+        optimizer.step()
+    after, bytes_after = live()
+    reserved = sum(part._exchange.allocated_bytes for part in parts_of(optimizer))
+    return allocations.largest, reserved, limit, after - tensors, bytes_after - bytes_before
+
+
+def live() -> tuple[int, int]:
+    gc.collect()
+    with open("/proc/self/statm") as file:
+        pages = int(file.read().split()[1])
+    count = sum(isinstance(x, Tensor) for x in gc.get_objects())
+    return count, pages * resource.getpagesize()
+
+
+def test_steps_of_muon_allocate_nothing_and_leave_nothing_behind():
+    for largest, reserved, limit, tensors, grown in run_ranks(train_long, 2, 400):
+        assert 0 < reserved <= 2 * limit + 2 * 4 * 64  # `owned` starts at a multiple of 64
+        assert largest <= 64  # numbers, no matrix of 6000 bytes
+        assert tensors == 0
+        assert grown < 4 << 20
+
+
+# -------------------------------------------------------------------- bad sizes
+
+
+def refuse() -> None:
+    model = model_of([(50, 30), (20, 20)])
+    fully_shard(model)
+    message = (
+        r"0\.weight: to exchange a matrix of 50 x 30 as a whole, in torch\.float32 and with 1 "
+        r"copy, takes 6000 bytes, more than max_exchange_bytes=5999; pass "
+        r"max_exchange_bytes=6000 or more"
+    )
+    with pytest.raises(ValueError, match=message):
+        Muon(model.named_parameters(), max_exchange_bytes=5999)
+    Muon(model.named_parameters(), max_exchange_bytes=6000)
+    # Sharded after the optimizer was built: found before the first step changes anything.
+    model = model_of([(50, 30), (20, 20)])
+    optimizer = Muon(model.named_parameters(), max_exchange_bytes=5999)
+    fully_shard(model, optimizer=optimizer)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    before = [p.full_tensor().detach() for p in model.parameters()]
+    for act in (optimizer.step, optimizer.plan):
+        with pytest.raises(ValueError, match=message):
+            act()
+    for p, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(p.full_tensor(), old)
+        assert not optimizer.state[p]["momentum_buffer"].full_tensor().any()
+
+
+def test_exchange_smaller_than_the_largest_matrix_of_muon_is_an_error_on_every_rank():
+    run_ranks(refuse, 2)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, None])
+def test_exchange_of_no_bytes_is_an_error(value):
+    with pytest.raises(ValueError, match="max_exchange_bytes: expected a positive number"):
+        Muon([nn.Parameter(torch.ones(2, 2))], max_exchange_bytes=value)
+
+
+def test_plain_matrices_of_muon_travel_nowhere_and_need_no_room():
+    p = nn.Parameter(torch.ones(8, 8))
+    p.grad = torch.ones(8, 8)
+    optimizer = Muon([p], max_exchange_bytes=1)
+    optimizer.step()
+    assert optimizer.plan().moved_bytes == 0
+    assert not torch.equal(p, torch.ones(8, 8))
