@@ -12,14 +12,16 @@ largest wave needs, are allocated once and used in turn. While a wave is compute
 busy first with the return of the wave before, then with the arrival of the next.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from sharding.collectives import all_to_all
+from sharding.marks import Marks
 from sharding.ownership import OwnerPlan
 
 _SLOTS = 2
@@ -118,6 +120,7 @@ class Exchange:
         plan: which unit goes where; the same on all ranks.
         rank: this rank within `group`.
         group: the ranks that hold the units.
+        parameters: of each unit, the number of its parameter, from 0; see [Note: marks].
         dtype: dtype on the wire.
         device: where the slots live.
     """
@@ -127,6 +130,7 @@ class Exchange:
         plan: OwnerPlan,
         rank: int,
         group: dist.ProcessGroup,
+        parameters: Sequence[int],
         *,
         dtype: torch.dtype,
         device: torch.device,
@@ -136,17 +140,29 @@ class Exchange:
         self._group = group
         self._dtype = dtype
         self._wave_of = {unit: w for w, wave in enumerate(plan.waves) for unit in wave}
-        self._there = [_way(plan, wave, rank, copies=False) for wave in plan.waves]
+        self.marks = Marks(plan, rank, parameters, dtype, device)
+        heads = [0] * plan.world_size
+        for peer in self.marks.peers:
+            heads[peer] = self.marks.numel
+        self._there = [
+            _way(plan, wave, rank, heads if w == 0 else [0] * plan.world_size, copies=False)
+            for w, wave in enumerate(plan.waves)
+        ]
+        if plan.waves:
+            first = self._there[0]
+            self._marks_sent = _positions(first.held_splits, heads).to(device)
+            self._marks_received = _positions(first.owned_splits, heads).to(device)
         self._inputs = _Slots(self._there, dtype, device)
         if any(plan.units[unit].replicas > 1 for unit in self._wave_of):
-            self._back = [_way(plan, wave, rank, copies=True) for wave in plan.waves]
+            no_heads = [0] * plan.world_size
+            self._back = [_way(plan, wave, rank, no_heads, copies=True) for wave in plan.waves]
             self._updates = _Slots(self._back, dtype, device)
         else:
             self._back, self._updates = self._there, self._inputs
         # A wave whose owners hold all their units needs no way there; every rank knows it.
         self._gathers_any = [
-            any(plan.units[unit].gathered(plan.owners[unit]) for unit in wave)
-            for wave in plan.waves
+            w == 0 or any(plan.units[unit].gathered(plan.owners[unit]) for unit in wave)
+            for w, wave in enumerate(plan.waves)
         ]
         self._gathers: list[dist.Work | None] = [None] * len(plan.waves)
         self._returns: list[dist.Work | None] = [None] * len(plan.waves)
@@ -199,6 +215,14 @@ class Exchange:
         wave = self._wave_of[unit]
         return self._updates.piece(wave, unit)
 
+    def write_marks(self, missing: Collection[int]) -> None:
+        """Say of which parameters this rank has no gradient, before the first `start_gather`."""
+        self.marks.write(self._inputs.held(0), self._marks_sent, missing)
+
+    def read_marks(self) -> frozenset[int]:
+        """Return of which parameters other ranks have a gradient, after the first `wait_gather`."""
+        return self.marks.read(self._inputs.owned(0), self._marks_received)
+
     def start_gather(self, wave: int) -> None:
         """Send the pieces of a wave to their owners, without waiting."""
         way = self._there[wave]
@@ -239,10 +263,21 @@ def _wait(works: list[dist.Work | None], wave: int) -> None:
         work.wait()
 
 
-def _way(plan: OwnerPlan, wave: tuple[int, ...], rank: int, *, copies: bool) -> _Way:
-    """Return where the pieces of a wave lie: those of the owner's copy, or of all copies."""
-    held_splits = [0] * plan.world_size
-    owned_splits = [0] * plan.world_size
+def _positions(splits: Sequence[int], heads: Sequence[int]) -> Tensor:
+    """Return the positions of the heads of every rank's part; int64, 1-D."""
+    starts = [0, *accumulate(splits)]
+    runs = [torch.arange(a, a + head) for a, head in zip(starts, heads, strict=False) if head]
+    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+
+
+def _way(
+    plan: OwnerPlan, wave: tuple[int, ...], rank: int, heads: Sequence[int], *, copies: bool
+) -> _Way:
+    """Return where the pieces of a wave lie: those of the owner's copy, or of all copies.
+
+    What goes to and comes from each rank begins with `heads` elements that belong to no unit.
+    """
+    held_splits, owned_splits = list(heads), list(heads)
     outgoing: list[list[tuple[int, int]]] = [[] for _ in range(plan.world_size)]  # (unit, numel)
     incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
     for i in wave:
@@ -256,13 +291,15 @@ def _way(plan: OwnerPlan, wave: tuple[int, ...], rank: int, *, copies: bool) -> 
                 incoming[holder].append((i, start, stop - start))
                 owned_splits[holder] += (stop - start) * (holder != rank)
     held, held_numel = {}, 0
-    for owner_pieces in outgoing:
+    for owner, owner_pieces in enumerate(outgoing):
+        held_numel += heads[owner]
         for i, numel in owner_pieces:
             held[i] = (held_numel, held_numel + numel)
             held_numel += numel
     owned: dict[int, list[tuple[int, int, int]]] = {}
     own, owned_numel = {}, 0
     for holder in [*(r for r in range(plan.world_size) if r != rank), rank]:
+        owned_numel += heads[holder]
         for i, start, numel in incoming[holder]:
             owned.setdefault(i, []).append((start, owned_numel, numel))
             if holder == rank:

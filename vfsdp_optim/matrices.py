@@ -125,6 +125,39 @@ def unit_spec(job: Job, index: int) -> UnitSpec:
     return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
 
 
+class AbsentGradients:
+    """Parameters without a gradient on this rank, stepped with zeros until others are heard of.
+
+    See [Note: marks] in sharding/marks.py. Where no other rank has a gradient either, the step of
+    the parameter is undone.
+
+    Args:
+        members: those parameters.
+        grads: by member number; zeros are put in.
+        steps: by member number, before they are counted.
+    """
+
+    def __init__(
+        self, members: Iterable[Member], grads: list[Tensor | None], steps: Tensor
+    ) -> None:
+        self._kept = {m.number: (m, m.kept(), float(steps[m.number])) for m in members}
+        self._grads, self._steps = grads, steps
+        for number, (member, *_) in self._kept.items():
+            param = member.param
+            grads[number] = torch.zeros(member.numel, dtype=param.dtype, device=member.device)
+
+    def __contains__(self, number: int) -> bool:
+        """Return whether the gradient of a member is absent."""
+        return number in self._kept
+
+    def undo(self, number: int) -> None:
+        """Leave a member as it was before the step, and out of the rest of it."""
+        member, kept, step = self._kept[number]
+        member.restore(kept)
+        self._steps[number] = step
+        self._grads[number] = None
+
+
 class LocalMatrices:
     """Jobs whose units lie whole on this rank; nothing moves."""
 
@@ -134,8 +167,17 @@ class LocalMatrices:
             self._by_member.setdefault(job.member.number, []).append(job)
         self._scratch = scratch
 
-    def step(self, grads: Sequence[Tensor | None], skip: Skip = False) -> None:
-        """Compute and apply every update; `grads` by member number."""
+    def waits_for(self, number: int) -> bool:
+        """Return False: no other rank has these matrices."""
+        return False
+
+    def step(
+        self,
+        grads: Sequence[Tensor | None],
+        skip: Skip,
+        absent: AbsentGradients | None = None,
+    ) -> None:
+        """Compute and apply every update; `grads` by member number, nothing is `absent`."""
         for number, jobs in self._by_member.items():
             grad = grads[number]
             if grad is None:
@@ -192,11 +234,27 @@ class ShardedMatrices:
         self.group = ranks.group()
         rank = dist.get_rank(self.group)
         device = jobs[0].member.param.device
-        self._exchange = Exchange(plan, rank, self.group, dtype=wire, device=device)
+        numbers = dict.fromkeys(job.member.number for job in jobs)
+        index = {number: i for i, number in enumerate(numbers)}
+        parameters = [index[job.member.number] for job in jobs]
+        self._exchange = Exchange(plan, rank, self.group, parameters, dtype=wire, device=device)
+        # Members whose ranks hear of each other's gradients -> their number in the exchange.
+        self._heard = {n: i for n, i in index.items() if self._exchange.marks.travels(i)}
         self._work = [self._divide(wave) for wave in range(len(plan.resident_waves))]
 
-    def step(self, grads: Sequence[Tensor | None], skip: Skip = False) -> None:
-        """Compute and apply every update; `grads` by member number.
+    def waits_for(self, number: int) -> bool:
+        """Return whether other ranks tell this one if they have a gradient of a member."""
+        return number in self._heard
+
+    def step(
+        self, grads: Sequence[Tensor | None], skip: Skip, absent: AbsentGradients | None
+    ) -> None:
+        """Compute and apply every update.
+
+        Args:
+            grads: by member number; None is taken out again for what is absent on all ranks.
+            skip: of every update.
+            absent: members whose gradients are zeros only because this rank has none.
 
         While the first half of a wave is computed, the updates of the one before return; then those
         are applied, the next wave is sent into their slot, and arrives during the second half. The
@@ -205,7 +263,10 @@ class ShardedMatrices:
         """
         waves = len(self.plan.waves)
         if waves:
+            self._write_marks(grads, absent)
             self._send(0, grads)
+        if waves and absent is not None:
+            self._hear(absent)
         for wave, work in enumerate(self._work):
             work.early_residents.step(grads, skip)
             if work.early_owned:
@@ -225,6 +286,25 @@ class ShardedMatrices:
                 self._exchange.start_return(wave)
         if waves:
             self._apply(waves - 1, grads, skip)
+
+    def _write_marks(self, grads: Sequence[Tensor | None], absent: AbsentGradients | None) -> None:
+        self._exchange.write_marks(
+            [
+                i
+                for number, i in self._heard.items()
+                if grads[number] is None or (absent is not None and number in absent)
+            ]
+        )
+
+    def _hear(self, absent: AbsentGradients) -> None:
+        """Undo the step of what no rank has a gradient of."""
+        own = [number for number in self._heard if number in absent]
+        if own:
+            self._exchange.wait_gather(0)
+            elsewhere = self._exchange.read_marks()
+            for number in own:
+                if self._heard[number] not in elsewhere:
+                    absent.undo(number)
 
     def _divide(self, wave: int) -> _Work:
         """Cut what is computed beside a wave in halves of equal work, resident units first."""

@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sharding.collectives import check_same_on_all_ranks
 from sharding.structure import Blocks, Demand, FullMatrix
+from vfsdp_optim.agreement import check_agreement
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.matrices import (
+    AbsentGradients,
     Job,
     LocalMatrices,
     ShardedMatrices,
@@ -325,15 +326,30 @@ class StructuredOptimizer(torch.optim.Optimizer):
         grads = [member.gradient() for member in layout.members]
         skip = self._decide(layout, grads)
         if skip is not True:
+            absent = self._absent(layout, matrices, grads)
             self._update_runs(layout, grads, skip)
             for part in matrices:
-                part.step(grads, skip)
+                part.step(grads, skip, absent)
         return loss
 
     @property
     def skipped_steps(self) -> int:
         """How many steps on_nonfinite="skip" has left out, in this process."""
         return self._nonfinite.skipped
+
+    @staticmethod
+    def _absent(
+        layout: _Layout, matrices: list[LocalMatrices | ShardedMatrices], grads: list[Tensor | None]
+    ) -> AbsentGradients | None:
+        """Put zeros for gradients that other ranks may have."""
+        members = [
+            member
+            for member, grad in zip(layout.members, grads, strict=True)
+            if grad is None
+            and member.param.requires_grad
+            and any(part.waits_for(member.number) for part in matrices)
+        ]
+        return AbsentGradients(members, grads, layout.steps) if members else None
 
     def _decide(self, layout: _Layout, grads: list[Tensor | None]) -> Skip:
         """Return whether on_nonfinite leaves the step out, or raise."""
@@ -444,7 +460,13 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _current_matrices(self, layout: _Layout) -> list[LocalMatrices | ShardedMatrices]:
         """Return the matrix part; the first call for a layout compares it between ranks."""
         if layout.matrices is None:
-            self._check_same_on_all_ranks(layout)
+            check_agreement(
+                layout.members,
+                self._structure_of,
+                f"max_exchange_bytes={self._max_exchange_bytes}",
+                self._replicas,
+                self._checked_plans,
+            )
             parts: list[LocalMatrices | ShardedMatrices] = []
             for key, jobs in self._jobs(layout).items():
                 if key is None:
@@ -456,36 +478,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
             layout.matrices = parts
         return layout.matrices
 
-    def _check_same_on_all_ranks(self, layout: _Layout) -> None:
-        """Compare what owners and waves follow from, once per set of ranks and after every change.
-
-        A layout that was made again because memory moved, on this rank alone perhaps, has the
-        same text and does not communicate.
-
-        Raises:
-            RuntimeError: ranks differ, or no parameter is one that `process_group` is for.
-        """
-        replicas, members = self._replicas, layout.members
-        if replicas and members and all(m.shard.ranks is not replicas for m in members):
-            raise RuntimeError(
-                "process_group is for plain parameters, of which every rank has a copy, and the "
-                f"{len(members)} parameters of this optimizer are sharded; leave it out"
-            )
-        lines: dict[Ranks, list[str]] = {}
-        for member in layout.members:
-            group, shard = self.param_groups[member.group], member.shard
-            if shard.ranks is not None:
-                keys = self._algorithms[group["algorithm"]].structural_keys
-                structural = " ".join(f"{key}={group[key]!r}" for key in keys)
-                head = [f"max_exchange_bytes={self._max_exchange_bytes}"]
-                lines.setdefault(shard.ranks, head).append(
-                    f"{member.fqn} {shard.text} {structural}"
-                )
-        for ranks, text in lines.items():
-            plan = "\n".join(text)
-            if self._checked_plans.get(ranks) != plan:
-                check_same_on_all_ranks(plan, ranks.group(), "the optimizer's plan")
-                self._checked_plans[ranks] = plan
+    def _structure_of(self, member: Member) -> str:
+        """Return the group keys that a member's matrices follow from, as text."""
+        group = self.param_groups[member.group]
+        keys = self._algorithms[group["algorithm"]].structural_keys
+        return " ".join(f"{key}={group[key]!r}" for key in keys)
 
 
 def _state_dtypes(

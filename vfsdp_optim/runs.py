@@ -86,6 +86,16 @@ class Member:
         if not local.is_contiguous():
             local.copy_(flat.view(local.shape))
 
+    def kept(self) -> list[Tensor]:
+        """Return copies of the local elements and of their states, for `restore`."""
+        return [tensor.clone() for tensor in (self.shard.tensor, *self.states.values())]
+
+    def restore(self, kept: Sequence[Tensor]) -> None:
+        """Write back what `kept` returned."""
+        held = (self.shard.tensor, *self.states.values())
+        for tensor, old in zip(held, kept, strict=True):
+            tensor.copy_(old)
+
     def gradient(self) -> Tensor | None:
         """Return the local elements of the gradient, 1-D in logical order, or None.
 

@@ -166,12 +166,12 @@ class PiecesInTheOrderOfArrival(MutantMatrices):
 
 
 class _Stale(ShardedMatrices):
-    def step(self, grads: Any, skip: Skip = False) -> None:
+    def step(self, grads: Any, skip: Skip, absent: Any) -> None:
         last = getattr(self, "last", grads)
         self.last = [None if grad is None else grad.clone() for grad in grads]
         use = [old if new is not None and old is not None else new
                for old, new in zip(last, grads, strict=True)]  # fmt: skip
-        super().step(use, skip)
+        super().step(use, skip, absent)
 
 
 @plant

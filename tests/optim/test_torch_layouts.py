@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
@@ -18,74 +16,13 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranks import run_ranks
-from sharding import RaggedDTensor
 from small_models import build, loss_of
+from torch_layouts import LAYOUTS, Matrices, full, full_tensors, muon_of, on_fsdp2, step
 from vfsdp_optim import AdamW, Muon, param_groups
-from vfsdp_optim.testing import assert_program_is_exact
-from vfsdp_optim.testing.programs import Load, Program, Save, Step
 from vfsdp_optim.testing.wire import wire_bytes
 
 SIZES = [(64, 64), (128, 64), (256, 64), (64, 128)] * 3
 R, S0 = Replicate(), Shard(0)
-
-
-def full_tensors(shapes: list[tuple[int, ...]], seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in shapes]
-
-
-class Matrices(nn.Module):
-    """Parameters without a forward."""
-
-    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
-        super().__init__()
-        self.ws = nn.ParameterList(full_tensors(shapes, 0))
-
-
-def on_fsdp2(model: nn.Module) -> nn.Module:
-    return torch_fsdp.fully_shard(model)
-
-
-def on_hsdp(model: nn.Module) -> nn.Module:
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
-    return torch_fsdp.fully_shard(model, mesh=mesh)
-
-
-def replicated(model: nn.Module) -> nn.Module:
-    return model
-
-
-LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "fsdp2": on_fsdp2,
-    "hsdp": on_hsdp,
-    "replicated": replicated,
-}
-
-
-def cut_like(full: Tensor, param: Tensor) -> Tensor:
-    if not isinstance(param, DTensor):
-        return full.clone()
-    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
-
-
-def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
-    params = [p for group in optimizer.param_groups for p in group["params"]]
-    gradients = full_tensors([tuple(p.shape) for p in params], seed)
-    for param, gradient in zip(params, gradients, strict=True):
-        param.grad = cut_like(gradient, param)
-    optimizer.step()
-
-
-def full(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
-
-
-def muon_of(layout: str, shapes: list[tuple[int, ...]], **options: Any) -> Muon:
-    model = LAYOUTS[layout](Matrices(shapes))
-    if layout == "replicated":
-        options["process_group"] = dist.group.WORLD
-    return Muon(list(model.named_parameters()), lr=0.1, **options)
 
 
 # ---------------------------------------------------------------- what a step costs
@@ -408,94 +345,6 @@ def test_channels_last_does_not_matter(kind):
     for result in run_ranks(train_channels_last, 2, kind):
         for tensor, alone in zip(result, expected, strict=True):
             assert torch.equal(tensor, alone)
-
-
-# ---------------------------------------------------------------- checkpoints
-
-
-def make_muon(module: nn.Module) -> Muon:
-    matrices = [(n, p) for n, p in module.named_parameters() if p.dim() == 2]
-    rest = [(n, p) for n, p in module.named_parameters() if p.dim() != 2]
-    return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.1)
-
-
-@pytest.mark.parametrize("checkpoint", ["dcp", "state_dict"])
-@pytest.mark.parametrize(
-    "places",
-    [
-        [(2, "fsdp2"), (3, "fsdp2"), (2, "ours"), (4, "hsdp"), (2, "fsdp2")],
-        [(4, "hsdp"), (2, "replicated"), (3, "ours"), (2, "hsdp")],
-    ],
-    ids=["from_fsdp2", "from_hsdp"],
-)
-def test_states_move_between_torchs_shards_ours_and_numbers_of_ranks(checkpoint, places):
-    instructions: list[Any] = [Step(), Save()]
-    for world_size, layout in places[1:]:
-        instructions += [Load(world_size, layout), Step(), Save()]
-    world_size, layout = places[0]
-    program = Program(
-        ((13, 4), (3, 5), (7,), (1, 6)), world_size, layout, tuple(instructions), 0, "float32",
-        checkpoint,
-    )  # fmt: skip
-    assert_program_is_exact(make_muon, program)
-
-
-def state_dicts() -> list[str]:
-    model = on_fsdp2(Matrices([(7, 3), (2, 4)]))
-    optimizer = Muon(list(model.named_parameters()), lr=0.1)
-    step(optimizer, 1)
-    states = get_optimizer_state_dict(model, optimizer)["state"]
-    params = dict(model.named_parameters())
-    for name, state in states.items():
-        momentum = state["momentum_buffer"]
-        assert type(momentum) is DTensor
-        assert not isinstance(momentum, RaggedDTensor)
-        assert momentum.placements == params[name].placements
-        assert momentum.device_mesh == params[name].device_mesh
-        assert momentum.shape == params[name].shape
-        assert momentum.stride() == params[name].stride()
-    # A state in another layout of the same mesh is laid out as the parameter.
-    saved = optimizer.state_dict()
-    other = make_copy(saved, lambda t: t.redistribute(placements=[R]))
-    step(optimizer, 2)
-    optimizer.load_state_dict(other)
-    for i, state in saved["state"].items():
-        param = optimizer.param_groups[0]["params"][i]
-        loaded = optimizer.state[param]["momentum_buffer"]
-        assert torch.equal(full(loaded), full(other["state"][i]["momentum_buffer"]))
-        assert loaded.placements == (S0,)
-        del state
-    return sorted(states)
-
-
-def make_copy(saved: dict[str, Any], change: Callable[[Tensor], Tensor]) -> dict[str, Any]:
-    state = {
-        i: {key: change(value).clone() for key, value in of_param.items()}
-        for i, of_param in saved["state"].items()
-    }
-    return {**saved, "state": state}
-
-
-def test_states_of_dtensors_are_dtensors_with_the_same_placements():
-    assert run_ranks(state_dicts, 3) == [["ws.0", "ws.1"]] * 3
-
-
-def ways_to_set_gradients() -> str:
-    model = on_fsdp2(Matrices([(7, 3)]))
-    (param,) = model.parameters()
-    optimizer = AdamW([("layer.w", param)])
-    param.grad = DTensor.from_local(torch.ones(7, 3), param.device_mesh, [R])
-    with pytest.raises(TypeError) as error:
-        optimizer.step()
-    return str(error.value)
-
-
-def test_gradient_in_another_layout_is_refused_by_name():
-    for error in run_ranks(ways_to_set_gradients, 2):
-        assert error.startswith(
-            "layer.w: expected a gradient laid out as its parameter, in (Shard("
-        )
-        assert "got a DTensor in (Replicate(),)" in error
 
 
 def differing_plans() -> str:

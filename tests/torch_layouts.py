@@ -1,0 +1,72 @@
+"""Models that torch lays out itself, and full tensors in and out of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from vfsdp_optim import Muon
+
+
+def full_tensors(shapes: list[tuple[int, ...]], seed: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator) for shape in shapes]
+
+
+class Matrices(nn.Module):
+    """Parameters without a forward."""
+
+    def __init__(self, shapes: list[tuple[int, ...]]) -> None:
+        super().__init__()
+        self.ws = nn.ParameterList(full_tensors(shapes, 0))
+
+
+def on_fsdp2(model: nn.Module) -> nn.Module:
+    return torch_fsdp.fully_shard(model)
+
+
+def on_hsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    return torch_fsdp.fully_shard(model, mesh=mesh)
+
+
+def replicated(model: nn.Module) -> nn.Module:
+    return model
+
+
+LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "fsdp2": on_fsdp2,
+    "hsdp": on_hsdp,
+    "replicated": replicated,
+}
+
+
+def cut_like(full: Tensor, param: Tensor) -> Tensor:
+    if not isinstance(param, DTensor):
+        return full.clone()
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = full_tensors([tuple(p.shape) for p in params], seed)
+    for param, gradient in zip(params, gradients, strict=True):
+        param.grad = cut_like(gradient, param)
+    optimizer.step()
+
+
+def full(tensor: Tensor) -> Tensor:
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def muon_of(layout: str, shapes: list[tuple[int, ...]], **options: Any) -> Muon:
+    model = LAYOUTS[layout](Matrices(shapes))
+    if layout == "replicated":
+        options["process_group"] = dist.group.WORLD
+    return Muon(list(model.named_parameters()), lr=0.1, **options)
