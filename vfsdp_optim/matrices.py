@@ -259,7 +259,7 @@ class ShardedMatrices:
         While the first half of a wave is computed, the updates of the one before return; then those
         are applied, the next wave is sent into their slot, and arrives during the second half. The
         waves are the same in every step, whatever gradients there are, so that ranks cannot wait
-        for each other in vain: a rank without a gradient sends zeros, and applies nothing.
+        for each other in vain.
         """
         waves = len(self.plan.waves)
         if waves:
@@ -337,16 +337,14 @@ class ShardedMatrices:
 
     def _compute(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         job = self._jobs[unit]
+        if grads[job.member.number] is None:
+            return
         parts = self._exchange.parts(unit)
         like = parts[0][1]
         inputs = self._scratch.take(job.unit.numel, like.dtype, like.device, "inputs")
         for start, part in parts:
             inputs[start : start + part.numel()].copy_(part)
-        # Only a rank without the gradient looks whether another has it.
-        if grads[job.member.number] is None and not inputs.any():
-            update = inputs
-        else:
-            update = job.update(inputs, self._scratch)
+        update = job.update(inputs, self._scratch)
         for start, result in self._exchange.results(unit):
             result.copy_(update[start : start + result.numel()])
 

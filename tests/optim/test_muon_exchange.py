@@ -314,34 +314,3 @@ def test_plain_matrices_of_muon_travel_nowhere_and_need_no_room():
     optimizer.step()
     assert optimizer.plan().moved_bytes == 0
     assert not torch.equal(p, torch.ones(8, 8))
-
-
-# -------------------------------------------------------------------- gradients on some ranks
-
-
-def step_without_gradient_on(missing: int) -> tuple[Tensor, Tensor, Tensor, tuple[int, int]]:
-    """Return parameter before and after, full momentum, and the range that has no gradient."""
-    optimizer = sharded([(50, 30)])
-    (p,) = optimizer.param_groups[0]["params"]
-    before = p.full_tensor().detach()
-    if dist.get_rank() == missing:
-        p.grad = None
-    optimizer.step()
-    after, momentum = p.full_tensor().detach(), optimizer.state[p]["momentum_buffer"].full_tensor()
-    return before, after, momentum, p.placement.all_bounds(p.numel())[missing]
-
-
-@pytest.mark.parametrize("missing", [0, 1])
-def test_gradient_that_one_rank_alone_lacks_counts_as_zeros_in_its_part_of_the_matrix(missing):
-    for before, after, momentum, (start, stop) in run_ranks(step_without_gradient_on, 2, missing):
-        assert 0 < stop - start < 1500
-        p = nn.Parameter(before.clone())
-        (p.grad,) = full_gradients([(50, 30)])
-        p.grad.view(-1)[start:stop] = 0
-        optimizer = Muon([p])
-        optimizer.step()
-        expected = p.detach().clone()
-        expected.view(-1)[start:stop] = before.view(-1)[start:stop]  # nothing is applied there
-        assert torch.equal(after, expected)
-        assert torch.equal(momentum, optimizer.state[p]["momentum_buffer"])
-        assert not torch.equal(after, before)
