@@ -143,7 +143,8 @@ def _without_scale(x: Tensor, out: Tensor) -> Tensor:
     The factor is made of two: 2^160, which brings up the smallest float32, is itself no float32.
     """
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
-    largest = torch.linalg.vector_norm(x, float("inf")).to(wide)  # () not rounded
+    lowest, highest = torch.aminmax(x)  # one pass without a copy, unlike x.abs()
+    largest = torch.maximum(-lowest, highest).to(wide)  # ()
     target = _LARGEST_HALF if out.dtype == torch.float16 else _LARGEST
     exponent = target - torch.frexp(largest).exponent
     half = exponent // 2
