@@ -259,7 +259,8 @@ class ShardedMatrices:
         While the first half of a wave is computed, the updates of the one before return; then those
         are applied, the next wave is sent into their slot, and arrives during the second half. The
         waves are the same in every step, whatever gradients there are, so that ranks cannot wait
-        for each other in vain.
+        for each other in vain. See [Note: marks] in sharding/marks.py for gradients that a rank
+        lacks.
         """
         waves = len(self.plan.waves)
         if waves:
@@ -331,13 +332,11 @@ class ShardedMatrices:
             grad = grads[job.member.number]
             if grad is not None:
                 job.write_input(grad, self._exchange.piece(unit))
-            else:
-                self._exchange.piece(unit).zero_()
         self._exchange.start_gather(wave)
 
     def _compute(self, unit: int, grads: Sequence[Tensor | None]) -> None:
         job = self._jobs[unit]
-        if grads[job.member.number] is None:
+        if grads[job.member.number] is None:  # on every rank
             return
         parts = self._exchange.parts(unit)
         like = parts[0][1]
