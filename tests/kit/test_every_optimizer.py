@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ranks import distributed_examples
 from vfsdp_optim import AdamW, Muon
@@ -20,6 +21,7 @@ from vfsdp_optim.testing import (
     step_programs,
 )
 
+LARGEST = 1500  # elements of a drawn parameter
 PATTERNS = {2: None, 3: "e m n -> e m n", 4: "o ... -> o (...)"}
 
 
@@ -40,10 +42,17 @@ def make_muon(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return Muon(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
 
 
-def make_muon_in_small_waves(module: nn.Module) -> torch.optim.Optimizer:
-    """Muon whose exchanges have just the room of the largest parameter."""
-    largest = max(param.numel() for param in module.parameters())
-    return make_muon(module, max_exchange_bytes=4 * largest, adjust_lr_fn="match_rms_adamw")
+def make_muon_in_small_waves(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Muon whose exchanges have just the room of the largest matrix, and of its copies."""
+    params = list(module.parameters())
+    group = options.get("process_group")
+    copies = 1 if group is None else dist.get_world_size(group)
+    if isinstance(params[0], DTensor) and params[0].device_mesh.ndim == 2:
+        copies = params[0].device_mesh.size(0)
+    numel = max(param.numel() for param in params) * (1 + copies if copies > 1 else 1)
+    return make_muon(
+        module, max_exchange_bytes=4 * numel, adjust_lr_fn="match_rms_adamw", **options
+    )
 
 
 OPTIMIZERS = {
