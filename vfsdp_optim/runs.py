@@ -59,8 +59,8 @@ class Member:
 
     def __post_init__(self) -> None:
         """Note where the parameter lies."""
-        local = self.shard.tensor
-        self.numel, self.pointer, self.device = local.numel(), local.data_ptr(), local.device
+        self.numel, self.pointer = self.shard.tensor.numel(), self.shard.data_ptr()
+        self.device = self.param.device
 
     @property
     def param(self) -> Tensor:
@@ -70,11 +70,10 @@ class Member:
     @property
     def moved(self) -> bool:
         """Whether the parameter has other memory than when the span was found."""
-        local = self.shard.tensor
-        if local.data_ptr() != self.pointer:
+        if self.shard.data_ptr() != self.pointer:
             return True
         # Without memory, empty or on meta, there is no address to tell.
-        return self.pointer == 0 and local.device != self.device
+        return self.pointer == 0 and self.param.device != self.device
 
     def open(self) -> Tensor:
         """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""

@@ -35,7 +35,7 @@ from sharding.units import Grid
 # Groups made for meshes of several axes: default group -> global ranks -> group.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = WeakKeyDictionary()
-_ranks_of_meshes: WeakKeyDictionary[DeviceMesh, Ranks] = WeakKeyDictionary()
+_ids_of_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 
 Bounds = tuple[int, int]
 
@@ -66,16 +66,16 @@ class Ranks:
         Raises:
             NotImplementedError: they do not ascend.
         """
-        known = _ranks_of_meshes.get(mesh)
-        if known is None:
+        ids = _ids_of_meshes.get(mesh)
+        if ids is None:
             ids = tuple(mesh.mesh.flatten().tolist())
             if list(ids) != sorted(ids):
                 raise NotImplementedError(
                     f"expected a mesh whose ranks ascend, got {mesh!r}; torch's process groups "
                     "sort them"
                 )
-            known = _ranks_of_meshes[mesh] = Ranks(ids, mesh.device_type, mesh)
-        return known
+            _ids_of_meshes[mesh] = ids
+        return Ranks(ids, mesh.device_type, mesh)
 
     @staticmethod
     def of_group(group: dist.ProcessGroup) -> Ranks:
@@ -229,6 +229,11 @@ class ParamShard:
     def tensor(self) -> Tensor:
         """The tensor that holds the elements of this rank, in its own shape and strides."""
         return local_tensor(self.param)
+
+    def data_ptr(self) -> int:
+        """Return the address of the elements on this rank."""
+        param = self.param
+        return (param._local_tensor if isinstance(param, DTensor) else param).data_ptr()
 
     @property
     def text(self) -> str:

@@ -102,3 +102,26 @@ def test_gradient_in_another_layout_is_refused_by_name():
             "layer.w: expected a gradient laid out as its parameter, in (Shard("
         )
         assert "got a DTensor in (Replicate(),)" in error
+
+
+def swap_in_the_middle(make_theirs: Callable[..., Any], make_ours: Callable[..., Any]) -> bool:
+    """Train 2 steps with torch's optimizer and 2 with ours from its state; compare with 4 of its
+    own."""
+    ends = []
+    for swaps in (False, True):
+        model = on_fsdp2(Matrices([(7, 3), (2, 4)]))
+        params = list(model.named_parameters())
+        optimizer = make_theirs(params, lr=0.1)
+        step(optimizer, 1)
+        step(optimizer, 2)
+        if swaps:
+            saved, optimizer = optimizer.state_dict(), make_ours(params, lr=0.1)
+            optimizer.load_state_dict(saved)
+        step(optimizer, 3)
+        step(optimizer, 4)
+        ends.append([full(p) for p in model.parameters()])
+    return all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+
+
+def test_adamw_goes_on_from_the_state_of_torchs_on_fsdp2():
+    assert run_ranks(swap_in_the_middle, 3, torch.optim.AdamW, AdamW) == [True] * 3

@@ -16,9 +16,11 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranks import run_ranks
+from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
 from small_models import build, loss_of
-from torch_layouts import LAYOUTS, Matrices, full, full_tensors, muon_of, on_fsdp2, step
+from torch_layouts import LAYOUTS, Matrices, cut_like, full, full_tensors, muon_of, on_fsdp2, step
 from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim.testing.shardings import random_placements
 from vfsdp_optim.testing.wire import wire_bytes
 
 SIZES = [(64, 64), (128, 64), (256, 64), (64, 128)] * 3
@@ -311,6 +313,39 @@ def test_training_on_torchs_shards_has_the_bits_of_one_process_with_its_gradient
 ):
     for differences in run_ranks(train_fsdp2, world_size, layout):
         assert differences == [0.0] * len(differences)
+
+
+def train_shards_beside_replicas() -> list[Tensor]:
+    """Step shards of ours, torch's rows and plain copies in one optimizer, on the same ranks."""
+    mesh = init_device_mesh("cpu", (3,))
+    weights = full_tensors(SHAPES * 3, 0)
+    cuts = random_placements(SHAPES, 3, seed=1)
+    params = [
+        *(distribute_ragged(w, mesh, cut) for w, cut in zip(weights[:4], cuts, strict=True)),
+        *(distribute_tensor(w, mesh, [S0], src_data_rank=None) for w in weights[4:8]),
+        *weights[8:],
+    ]
+    params = [nn.Parameter(p) for p in params]
+    optimizer = Muon(named(params), lr=0.1, process_group=dist.group.WORLD)
+    assert len(optimizer.plan().loads) == 3
+    for seed in range(1, 4):
+        for param, gradient in zip(params, full_tensors(SHAPES * 3, seed), strict=True):
+            if isinstance(param, RaggedDTensor):
+                param.grad = distribute_ragged(gradient, mesh, param.placement)
+            else:
+                param.grad = cut_like(gradient, param)
+        optimizer.step()
+    return [full(p) for p in params]
+
+
+def test_one_optimizer_balances_shards_and_replicas_of_the_same_ranks_together():
+    params = [nn.Parameter(w) for w in full_tensors(SHAPES * 3, 0)]
+    optimizer = Muon(named(params), lr=0.1)
+    for seed in range(1, 4):
+        step(optimizer, seed)
+    for result in run_ranks(train_shards_beside_replicas, 3):
+        for tensor, alone in zip(result, params, strict=True):
+            assert torch.equal(tensor, alone)
 
 
 # ---------------------------------------------------------------- memory formats
