@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
+from typing import overload
 
 from torch.distributed.tensor.placement_types import Placement
 
@@ -201,6 +202,10 @@ class RaggedShard(Placement):
             start = stop
         return bounds
 
+    def ranges(self, numel: int) -> RankRanges:
+        """The same as `all_bounds`, worked out when it is looked at: small at any world size."""
+        return RankRanges(self, numel)
+
     def __eq__(self, other: object) -> bool:
         """Same dims, same units on every rank, same size of a unit."""
         if self is other:
@@ -231,6 +236,33 @@ class RaggedShard(Placement):
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the runs; the C++ base cannot be pickled by itself."""
         return placement_from_runs, (self._dims, self._runs, self._unit_numel)
+
+
+@dataclass(frozen=True, slots=True)
+class RankRanges(Sequence[tuple[int, int]]):
+    """The flat element range `(start, stop)` of every rank, by rank; they tile `[0, numel)`.
+
+    Attributes:
+        placement: Of the tensor.
+        numel: Elements of the tensor.
+    """
+
+    placement: RaggedShard
+    numel: int
+
+    def __len__(self) -> int:
+        """Number of ranks."""
+        return self.placement.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+    @overload
+    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        """The range of a rank, or of some."""
+        if isinstance(rank, slice):
+            return [self[i] for i in range(*rank.indices(len(self)))]
+        return self.placement.bounds(rank + len(self) if rank < 0 else rank, self.numel)
 
 
 def placement_from_runs(dims: tuple[int, ...], runs: Runs, unit_numel: int) -> RaggedShard:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -355,17 +356,23 @@ def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[B
         return [(0, param.numel())]
     first = cuts[0][0]
     if isinstance(first, RaggedShard) and len(cuts) == 1:
-        return first.all_bounds(param.numel())
+        return first.ranges(param.numel())
     if not isinstance(first, Shard) or any(placement != first for placement, _ in cuts):
         return None
     dim = first.dim % param.dim()
     if type(first) is not Shard or prod(param.shape[:dim]) != 1:
         return None
     row_numel = prod(param.shape[dim + 1 :])
-    rows = [(0, param.shape[dim])]
-    for _, size in cuts:
-        rows = [piece for start, stop in rows for piece in _chunks(start, stop, size)]
-    return [(start * row_numel, stop * row_numel) for start, stop in rows]
+    return _row_ranges(param.shape[dim], row_numel, tuple(size for _, size in cuts))
+
+
+@lru_cache(maxsize=1024)
+def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[Bounds]:
+    """Return the ranges of rows cut by one mesh axis after another; equal parameters share them."""
+    pieces = [(0, rows)]
+    for size in sizes:
+        pieces = [piece for start, stop in pieces for piece in _chunks(start, stop, size)]
+    return tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
 
 
 def _chunks(start: int, stop: int, count: int) -> list[Bounds]:

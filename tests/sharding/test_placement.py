@@ -73,6 +73,7 @@ def test_from_range_is_the_part_of_the_tensor_in_each_shard_of_the_buffer(
         assert shard[shard >= 0].tolist() == list(range(start, stop))
 
     every = placement.all_bounds(numel)
+    assert list(placement.ranges(numel)) == every
     assert every == [placement.bounds(rank, numel) for rank in range(world_size)]
     sizes = [stop - start for start, stop in every]
     assert sum(sizes) == numel
@@ -90,6 +91,10 @@ def test_from_range_is_the_part_of_the_tensor_in_each_shard_of_the_buffer(
 def test_last_unit_may_be_shorter_and_ranks_may_be_empty_anywhere() -> None:
     placement = RaggedShard((0,), (0, 2, 0, 1, 0), unit_numel=4)
     assert placement.all_bounds(10) == [(0, 0), (0, 8), (8, 8), (8, 10), (10, 10)]
+    ranges = placement.ranges(10)
+    assert (len(ranges), ranges[-2], ranges[1:3]) == (5, (8, 10), [(0, 8), (8, 8)])
+    with pytest.raises(IndexError):
+        ranges[5]
 
 
 def test_placement_has_constant_size_at_16384_ranks() -> None:
