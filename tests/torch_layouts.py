@@ -1,4 +1,4 @@
-"""Models that torch lays out itself, and full tensors in and out of them."""
+"""Models in layouts of torch and on replicas, and full tensors in and out of them."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from vfsdp_optim import Muon
+from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from vfsdp_optim import Muon, fully_shard
 
 
 def full_tensors(shapes: list[tuple[int, ...]], seed: int) -> list[Tensor]:
@@ -35,6 +36,11 @@ def on_hsdp(model: nn.Module) -> nn.Module:
     return torch_fsdp.fully_shard(model, mesh=mesh)
 
 
+def on_our_hsdp(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("r", "s"))
+    return fully_shard(model, mesh=mesh)
+
+
 def replicated(model: nn.Module) -> nn.Module:
     return model
 
@@ -42,6 +48,7 @@ def replicated(model: nn.Module) -> nn.Module:
 LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": on_fsdp2,
     "hsdp": on_hsdp,
+    "ours_hsdp": on_our_hsdp,
     "replicated": replicated,
 }
 
@@ -49,6 +56,8 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def cut_like(full: Tensor, param: Tensor) -> Tensor:
     if not isinstance(param, DTensor):
         return full.clone()
+    if isinstance(param, RaggedDTensor):
+        return distribute_ragged(full, param.device_mesh, param.placement)
     return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
 
 

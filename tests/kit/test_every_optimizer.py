@@ -49,10 +49,8 @@ def make_muon_in_small_waves(module: nn.Module, **options: Any) -> torch.optim.O
     copies = 1 if group is None else dist.get_world_size(group)
     if isinstance(params[0], DTensor) and params[0].device_mesh.ndim == 2:
         copies = params[0].device_mesh.size(0)
-    numel = max(param.numel() for param in params) * (1 + copies if copies > 1 else 1)
-    return make_muon(
-        module, max_exchange_bytes=4 * numel, adjust_lr_fn="match_rms_adamw", **options
-    )
+    room = 4 * LARGEST * (1 + copies if copies > 1 else 1)
+    return make_muon(module, max_exchange_bytes=room, adjust_lr_fn="match_rms_adamw", **options)
 
 
 OPTIMIZERS = {
@@ -80,12 +78,14 @@ def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
 @distributed_examples
 @given(
     program=step_programs(
-        layouts=("fsdp2", "hsdp", "ours"),
+        layouts=("fsdp2", "hsdp", "ours", "ours_hsdp"),
         dtypes=("float32", "bfloat16"),
         checkpoints=("state_dict", "dcp"),
     )
 )
-def test_optimizer_equals_its_unsharded_self_on_torchs_shards_through_any_program(name, program):
+def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_meshes_through_any_program(
+    name, program
+):
     assert_program_is_exact(OPTIMIZERS[name], program)
 
 
@@ -116,7 +116,11 @@ def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_on_replicas(na
         gradients="missing",
     )
     assert_sharded_equals_unsharded(
-        OPTIMIZERS[name], shapes=SHAPES, world_sizes=[4], layouts="hsdp", gradients="missing"
+        OPTIMIZERS[name],
+        shapes=SHAPES,
+        world_sizes=[4],
+        layouts=("hsdp", "ours_hsdp"),
+        gradients="missing",
     )
     assert_sharded_equals_unsharded(
         partial(on_replicas, name),
