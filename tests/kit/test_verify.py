@@ -40,8 +40,10 @@ def cells(table: str, optimizer: str, layout: str) -> list[str]:
 def test_verify_passes_for_ours_and_measures_beside_fsdp2():
     result = run("--steps", "2")
     assert result.returncode == 0, result.stdout + result.stderr
-    ours, theirs = cells(result.stdout, "Muon", "ours"), cells(result.stdout, "AdamW", "fsdp2")
-    assert ours[2] == theirs[2] == "yes"
+    ours = cells(result.stdout, "Muon", "ours")
+    theirs = cells(result.stdout, "torch.optim.AdamW", "fsdp2")
+    on_theirs = [cells(result.stdout, name, "fsdp2")[2] for name in ("AdamW", "Muon")]
+    assert [ours[2], theirs[2], *on_theirs] == ["yes"] * 4
     assert len(ours[3]) == 8
     assert all(float(cell.replace(",", "")) > 0 for row in (ours, theirs) for cell in row[4:8])
     assert cells(result.stdout, "MuonAndAdamW", "fsdp2")[2] == "no"
@@ -71,6 +73,8 @@ def test_plans_that_differ_and_missing_support_are_failures():
     assert "seen by rank 1:\nwhy" in verify.failures(rows(difference="why"))[0]
     assert verify.failures([[Row("", "ours", unsupported="no")]]) != []
     assert verify.failures([[Row("", "fsdp2", unsupported="no")]]) == []
+    wrong = Row("X", "fsdp2", difference="why", ours=True)
+    assert verify.failures([[wrong]]) == ["X on FSDP2, seen by rank 0:\nwhy"]
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 2 -m vfsdp_optim.testing.verify
 
-Exactness, plan, bytes on the wire, time and memory of a step, beside torch's FSDP2, with the real
-backend on the real devices. Every rank also holds the unsharded model and its states.
+Exactness, plan, bytes on the wire, time and memory of a step, on our shards and on torch's FSDP2,
+beside torch's optimizers there, with the real backend on the real devices. Every rank also holds
+the unsharded model and its states.
 
 With a model and an optimizer of one's own:
 
@@ -113,7 +114,7 @@ def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
 
 
-# name -> (on our shards, on torch's FSDP2)
+# name -> (ours, torch's beside it on FSDP2)
 OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
     "adamw": (_adamw, _torch_adamw),
     "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
@@ -125,7 +126,7 @@ class Row:
     """What was found out about one optimizer in one layout.
 
     Attributes:
-        optimizer: name of its class.
+        optimizer: name of its class, with torch's package before it.
         layout: "ours" or "fsdp2".
         difference: the first on this rank; empty if there is none.
         plan: hash of what every rank must agree on; empty if there is no plan.
@@ -135,6 +136,7 @@ class Row:
         held: bytes of parameters and states on this rank.
         peak: bytes of device memory at most; 0 where the device does not tell.
         unsupported: why there is no such row.
+        ours: whether the optimizer is of this package, and has to be equal on FSDP2 too.
     """
 
     optimizer: str
@@ -147,6 +149,17 @@ class Row:
     held: int = 0
     peak: int = 0
     unsupported: str = ""
+    ours: bool = False
+
+    @property
+    def must_be_equal(self) -> bool:
+        """Whether a difference is a failure."""
+        return self.ours or self.layout == "ours"
+
+    @property
+    def place(self) -> str:
+        """The layout as sentences name it."""
+        return "our shards" if self.layout == "ours" else "FSDP2"
 
 
 def examine(
@@ -157,6 +170,7 @@ def examine(
     device: torch.device,
     steps: int,
     rounds: int,
+    ours: bool = False,
 ) -> Row:
     """Check one optimizer in one layout and measure its steps; on every rank."""
 
@@ -167,7 +181,7 @@ def examine(
     try:
         difference, name = first_local_difference(Subject(fresh, make_optimizer), layout, steps)
     except NotImplementedError as error:
-        return Row("", layout, unsupported=str(error))
+        return Row("", layout, unsupported=str(error), ours=ours)
     model, loss = fresh(), make_model()[1]
     optimizer = shard_model(model, layout, make_optimizer)
 
@@ -197,6 +211,7 @@ def examine(
         statistics.median(update for _, update in times),
         sum(x.numel() * x.element_size() for x in map(_local, held)),
         torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
+        ours=ours,
     )
 
 
@@ -211,7 +226,9 @@ def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[s
         for trial in (sharded, plain):  # to the end, because other ranks take every step
             trial.do(Step(seed=step))
         found = found or _difference_of_step(sharded, plain, step)
-    return found, type(plain.optimizer).__name__.removeprefix("_")
+    kind = type(plain.optimizer)
+    of_torch = kind.__module__.startswith("torch.")
+    return found, ("torch.optim." if of_torch else "") + kind.__name__.removeprefix("_")
 
 
 def _difference_of_step(sharded: Trial, plain: Trial, step: int) -> str:
@@ -291,20 +308,20 @@ def table(rows: Sequence[Sequence[Row]]) -> str:
 
 
 def failures(rows: Sequence[Sequence[Row]]) -> list[str]:
-    """Return what must not be: differences on our shards, plans that ranks do not share."""
+    """Return what must not be: differences, plans that ranks do not share."""
     found = []
     for of_ranks in zip(*rows, strict=True):
         first = of_ranks[0]
-        if first.layout != "ours":
+        if not first.must_be_equal:
             continue
         if first.unsupported:
-            found.append(f"our shards are not supported: {first.unsupported}")
+            found.append(f"{first.place} are not supported: {first.unsupported}")
         if len({row.plan for row in of_ranks}) > 1:
             found.append(f"{first.optimizer}: the plans of the ranks differ")
         different = [(rank, row.difference) for rank, row in enumerate(of_ranks) if row.difference]
         if different:
             rank, text = different[0]
-            found.append(f"{first.optimizer} on our shards, seen by rank {rank}:\n{text}")
+            found.append(f"{first.optimizer} on {first.place}, seen by rank {rank}:\n{text}")
     return found
 
 
@@ -312,7 +329,7 @@ def notes(rows: Sequence[Sequence[Row]]) -> list[str]:
     """Return what is good to know about other shards."""
     found = []
     for of_ranks in zip(*rows, strict=True):
-        if of_ranks[0].layout == "ours":
+        if of_ranks[0].must_be_equal:
             continue
         if of_ranks[0].unsupported:
             found.append(f"fsdp2: {of_ranks[0].unsupported}")
@@ -377,7 +394,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     mine: list[Row] = []
     for name in arguments.optimizer:
         ours, theirs = OPTIMIZERS.get(name) or (load(name), load(name))
-        for layout, make in (("ours", ours), ("fsdp2", theirs)):
+        pairs = [("ours", ours), *([("fsdp2", ours)] if ours is not theirs else [])]
+        for layout, make in (*pairs, ("fsdp2", theirs)):
             mine.append(
                 examine(
                     make_model,
@@ -386,6 +404,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     device=device,
                     steps=arguments.steps,
                     rounds=arguments.rounds,
+                    ours=make is not theirs,
                 )
             )
     rows: list[Any] = [None] * dist.get_world_size()
