@@ -147,14 +147,15 @@ def test_matrices_of_muon_have_the_bits_of_one_process_wherever_they_are_cut(
     )
 
 
-def test_matrices_of_muon_on_hsdp_of_two_by_two_have_the_bits_of_one_process():
+@pytest.mark.parametrize("layout", ["hsdp", "ours_hsdp"])
+def test_matrices_of_muon_on_hsdp_of_two_by_two_have_the_bits_of_one_process(layout):
     for name in NAMES:
         shape, pattern, _ = draw_kind(name, 3)
         assert_sharded_equals_unsharded(
             partial(make_optimizer, pattern=pattern),
             model=partial(Fused, shape, 50),
             world_sizes=(4,),
-            layouts="hsdp",
+            layouts=layout,
             steps=2,
         )
 
