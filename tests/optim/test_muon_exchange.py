@@ -118,6 +118,29 @@ def test_torchs_muon_on_fsdp2_has_a_dozen_collectives_a_matrix_where_ours_has_tw
     assert (calls, waves) == (2, 1)
 
 
+# -------------------------------------------------------------------- what the plan says
+
+
+def plan_of(shapes: Sequence[Shape]) -> tuple[str, float, float, int, int]:
+    plan = sharded(shapes).plan()
+    return str(plan), plan.skew, plan.largest_share, plan.moved_bytes, plan.saved_bytes
+
+
+def test_plan_of_muon_says_what_a_matrix_larger_than_a_share_costs():
+    text, skew, largest, *_ = run_ranks(plan_of, 3, [(50, 30)])[0]
+    assert skew == largest == 3.0
+    assert "The largest matrix is 3.00 times a rank's equal share of the work" in text
+    assert "skew 3.00" in text
+
+
+def test_plan_of_muon_shows_the_bytes_that_residency_saves():
+    # Two matrices of 256 elements, one on each rank; cut evenly, half of each would go and return.
+    text, skew, _, moved, saved = run_ranks(plan_of, 2, [(16, 16)] * 2)[0]
+    assert (skew, moved, saved) == (1.0, 0, 2 * 2 * 128 * 4)
+    assert "2,048" in text
+    assert "largest matrix" not in text
+
+
 # -------------------------------------------------------------------- multiply-adds
 
 

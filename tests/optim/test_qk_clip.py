@@ -6,9 +6,11 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import distributed_examples, run_ranks
@@ -40,6 +42,7 @@ class Case:
     dtype: torch.dtype
     seed: int
     layers: int = 2
+    on_fsdp2: bool = False
 
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
@@ -81,8 +84,9 @@ def seen_by(rank: int, world_size: int, logits: dict[QKHeads, Tensor]) -> dict[Q
 def clip_sharded(case: Case) -> dict[str, Tensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = case.model()
+    shard = torch_fsdp.fully_shard if case.on_fsdp2 else fully_shard
     for layer in model:
-        fully_shard(layer)
+        shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
     optimizer = Muon(
         [{"params": list(model.named_parameters()), "algorithm": "adamw", "lr": 1.0}]
     )  # fmt: skip
@@ -115,10 +119,13 @@ KINDS = {
     width=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 10**6),
+    on_fsdp2=st.booleans(),
 )
-def test_qk_clip_of_muon_has_the_bits_of_one_process(kind, world_size, width, dtype, seed):
+def test_qk_clip_of_muon_has_the_bits_of_one_process(
+    kind, world_size, width, dtype, seed, on_fsdp2
+):
     """ms-swift#9901: a factor from the logits of one rank made replicas differ at once."""
-    case = Case(KINDS[kind], width, dtype, seed)
+    case = Case(KINDS[kind], width, dtype, seed, on_fsdp2=on_fsdp2)
     expected = clip_unsharded(case)
     for actual in run_ranks(clip_sharded, world_size, case):
         for name, tensor in expected.items():
