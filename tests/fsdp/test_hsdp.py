@@ -48,6 +48,18 @@ def assert_trains_alike(run: Run, tolerance: float = TOLERANCE) -> None:
     assert expected[-1] < expected[0] - 0.02, "the model did not train at all"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{}, {"optimizer_first": True}, {"micro_batches": 2, "all_reduce_every_micro_batch": False}],
+    ids=["built_after", "built_before", "accumulates"],
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_losses_of_our_optimizers_equal_one_process(
+    optimizer: str, change: dict[str, object]
+) -> None:
+    assert_trains_alike(replace(RUN, optimizer=optimizer, **change))
+
+
 @pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (1, 2), (1, 1)])
 def test_losses_equal_one_process(mesh: tuple[int, int]) -> None:
     assert_trains_alike(replace(RUN, mesh=mesh))

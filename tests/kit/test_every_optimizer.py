@@ -89,6 +89,21 @@ def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_meshes_through
     assert_program_is_exact(OPTIMIZERS[name], program)
 
 
+@pytest.mark.parametrize("name", ["adamw", "adamw_amsgrad_skips", "muon", "muon_skips"])
+@distributed_examples
+@given(
+    program=step_programs(
+        layouts=("ours_hsdp", "ours"),
+        dtypes=("float32", "bfloat16"),
+        checkpoints=("state_dict", "dcp"),
+    )
+)
+def test_optimizer_equals_its_unsharded_self_on_replicas_of_shards_through_any_program(
+    name, program
+):
+    assert_program_is_exact(OPTIMIZERS[name], program)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed_examples
 @given(program=step_programs(layouts=("replicated",), dtypes=("float32", "bfloat16")))
