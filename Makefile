@@ -4,7 +4,7 @@
 python := .venv/bin/python
 export PYTHON TORCH
 
-.PHONY: help setup train plan test deep check direction format lint types fmt bench clean
+.PHONY: help setup train plan test deep check direction format lint types fmt bench benchplan clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' $(MAKEFILE_LIST)
@@ -44,6 +44,9 @@ fmt: setup ## format and repair what ruff can
 
 bench: setup ## one training step against FSDP2 and DDP
 	$(python) benchmarks/fsdp_step.py $(ARGS)
+
+benchplan: setup ## padding of real models against other layouts, and time of a plan
+	$(python) benchmarks/planner.py $(ARGS)
 
 clean: ## remove caches and builds; .venv stays
 	rm -rf build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache

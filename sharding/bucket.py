@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.axes import groups_of, replicate_group, shard_group
-from sharding.bucket_parameter import BucketParameter
+from sharding.bucket_parameter import BucketParameter, check_converted_as_a_whole
 from sharding.buffer import DistributedBuffer, Workspace
-from sharding.collectives import Pending, PendingMean, Transport, next_tag
+from sharding.collectives import GatherOrder, Pending, PendingMean, Transport, next_tag
 from sharding.debug import announce
+from sharding.gradient_slots import GradientSlots
 from sharding.negotiation import BucketPlan
 from sharding.placement import RaggedShard
 from sharding.planner import ALIGN
@@ -41,20 +42,6 @@ class ShardedState(Enum):
     SHARDED = auto()  # sharded parameters registered, no unsharded memory
     IN_FLIGHT = auto()  # sharded parameters registered, the gather is running
     UNSHARDED = auto()  # unsharded parameters registered
-
-
-class GatherOrder:
-    """A number that depends on the order in which this rank gathered buckets so far.
-
-    Below 256, so that bfloat16 holds it exactly.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def record(self, tag: int) -> None:
-        """Notes that the bucket of this tag was gathered."""
-        self.value = (self.value * 31 + tag) % 251
 
 
 class Bucket:
@@ -94,13 +81,14 @@ class Bucket:
             self._make_buffer(segment, getattr(torch, dtype), device)
             for segment, dtype in enumerate(plan.dtypes)
         ]
-        self._tags = [next_tag(self.transport.group) for _ in self.buffers]
+        self._make_slots()
+        self._tag = next_tag(self.transport.group)
         replicas = replicate_group(mesh)
-        self.replicas = None if replicas is None else Replicas(replicas, len(self.buffers))
+        self.replicas = None if replicas is None else Replicas(replicas, len(self._slots))
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
-        self._gathers: list[Pending] = []
+        self._gather: Pending | None = None
         self._members: list[list[int]] = [
             [i for i, p in enumerate(self.parameters) if p.segment == segment]
             for segment in range(len(self.buffers))
@@ -128,6 +116,10 @@ class Bucket:
             reduce_dtype=reduce,
             device=device,
         )
+
+    def _make_slots(self) -> None:
+        self._slots = [GradientSlots(each, self.buffers) for each in self.plan.reductions]
+        self._slots_of = {segment: slots for slots in self._slots for segment in slots.segments}
 
     def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
         """Copies this rank's elements of one parameter and builds both of its forms."""
@@ -173,7 +165,7 @@ class Bucket:
 
     def describe(self) -> str:
         """All that ranks must agree on before the first collective, as text."""
-        tags = self._tags if self.replicas is None else [*self._tags, *self.replicas.tags]
+        tags = [self._tag, *([] if self.replicas is None else self.replicas.tags)]
         order = f"tags {tags}, in the order of the group's fully_shard calls"
         return f"{self.plan.describe()}\n{order}\n{self.initial_values}"
 
@@ -201,26 +193,27 @@ class Bucket:
             raise RuntimeError(f"the parameters of bucket {self.name!r} changed while unsharded")
         for parameter in self.parameters:
             parameter.take_back()
-        for segment, members in enumerate(self._members):
-            self._adopt_segment(segment, [self.parameters[i] for i in members])
+        for slots in self._slots:
+            members = [self.parameters[i] for s in slots.segments for i in self._members[s]]
+            check_converted_as_a_whole(members, self.name)
+        if any([self._adopt_segment(segment) for segment in range(len(self.buffers))]):
+            if self._seen:
+                raise RuntimeError(
+                    f"bucket {self.name!r} was converted while gradients wait for their reduction; "
+                    f"convert before backward, or after one that synchronises gradients"
+                )
+            self._make_slots()
 
-    def _adopt_segment(self, segment: int, members: list[BucketParameter]) -> None:
-        buffer = self.buffers[segment]
-        pieces = [parameter.local for parameter in members]
-        kinds = {parameter.kind for parameter in members}
-        if len(kinds) > 1:
-            names: dict[str, str] = {}
-            for parameter, piece in zip(members, pieces, strict=True):
-                names.setdefault(f"{piece.dtype} on {piece.device}", parameter.fqn)
-            raise RuntimeError(
-                f"parameters of bucket {self.name!r} that were of one dtype and device are not any "
-                f"more: {names}; convert the fully sharded module as a whole"
-            )
-        kind = kinds.pop()
+    def _adopt_segment(self, segment: int) -> bool:
+        """Whether the segment has another dtype or device than before."""
+        buffer, members = self.buffers[segment], self._members[segment]
+        kind = self.parameters[members[0]].kind
+        pieces = [self.parameters[i].local for i in members]
         converted = kind != (buffer.dtype, buffer.device)
         if converted:
             buffer = self.buffers[segment] = self._make_buffer(segment, *kind)
-        for i, parameter, piece in zip(self._members[segment], members, pieces, strict=True):
+        for i, piece in zip(members, pieces, strict=True):
+            parameter = self.parameters[i]
             view = buffer.local_view(parameter.index)
             if piece.data_ptr() != view.data_ptr():
                 view.copy_(piece)
@@ -228,6 +221,7 @@ class Bucket:
             if converted:
                 parameter.unsharded = self._make_unsharded(i)
                 parameter.sharded_grad = None
+        return converted
 
     def _has_moved(self) -> bool:
         """Whether some parameter is another object or lies elsewhere than this bucket left it."""
@@ -259,10 +253,9 @@ class Bucket:
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
         announce(f"gather of bucket {self.name!r}", self.groups)
-        for buffer, tag in zip(self.buffers, self._tags, strict=True):
-            self.gather_order.record(tag)
-            buffer.allocate_unsharded()
-            self._gathers.append(self.transport.all_gather_(buffer.unsharded, tag))
+        self.gather_order.record(self._tag)
+        unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
+        self._gather = self.transport.all_gather_(unsharded, self._tag)
         self.state = ShardedState.IN_FLIGHT
 
     def wait_for_unshard(self) -> None:
@@ -270,7 +263,7 @@ class Bucket:
         self.unshard()
         if self.state is ShardedState.UNSHARDED:
             return
-        self._finish_gathers()
+        self._finish_gather()
         self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
         for i, parameter in enumerate(self.parameters):
             parameter.unsharded.requires_grad_(i in self._trainable)
@@ -282,7 +275,7 @@ class Bucket:
         self.unsharded_by_hand = False
         if self.state is ShardedState.SHARDED:
             return
-        self._finish_gathers()
+        self._finish_gather()
         if self.state is ShardedState.UNSHARDED:
             self._keep_requires_grad()
         self.register()
@@ -296,9 +289,9 @@ class Bucket:
             if parameter.unsharded.requires_grad != (i in self._trainable):
                 parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
 
-    def _finish_gathers(self) -> None:
-        gathers, self._gathers = self._gathers, []
-        for gather in gathers:
+    def _finish_gather(self) -> None:
+        gather, self._gather = self._gather, None
+        if gather is not None:
             gather.wait(f"the gather of bucket {self.name!r}")
 
     # -- gradients ------------------------------------------------------------------------------
@@ -339,8 +332,8 @@ class Bucket:
             self.replicas.drop()
         for parameter in self.parameters:
             parameter.unsharded.grad = None
-        for buffer in self.buffers:
-            self.workspace.give_back(buffer.release_slots())
+        for slots in self._slots:
+            self.workspace.give_back(slots.release())
         self._seen.clear()
 
     def set_workspace(self, workspace: Workspace) -> None:
@@ -374,7 +367,7 @@ class Bucket:
             )
         buffer = self.buffers[parameter.segment]
         if buffer.grad_slots is None:
-            buffer.borrow_grad_slots(self.workspace)
+            self._slots_of[parameter.segment].borrow(self.workspace)
         buffer.write_grad(parameter.index, grad, accumulate=i in self._seen)
         self._seen.add(i)
         if self.grad_arrived is not None:
@@ -394,16 +387,17 @@ class Bucket:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         announce(f"reduction of bucket {self.name!r}", self.groups)
         means: list[PendingMean | None] = []
-        for segment, buffer in enumerate(self.buffers):
-            if self._trainable.isdisjoint(self._members[segment]):
+        for slots in self._slots:
+            if all(self._trainable.isdisjoint(self._members[each]) for each in slots.segments):
                 means.append(None)
                 continue
-            seen = {self.parameters[i].index for i in self._members[segment] if i in self._seen}
-            addends = buffer.complete_slots(self.workspace, seen, order)
-            numel = self.transport.reduce_workspace_numel(buffer.slot_numel)
-            received = buffer.borrow_receive(self.workspace, numel)
-            means.append(self.transport.reduce_scatter_(addends, received))
-        borrowed = [buffer.release_slots() for buffer in self.buffers]
+            slots.borrow(self.workspace)
+            for segment in slots.segments:
+                members = self._members[segment]
+                seen = {self.parameters[i].index for i in members if i in self._seen}
+                self.buffers[segment].complete_slots(seen, order)
+            means.append(slots.reduce(self.transport, self.workspace))
+        borrowed = [slots.release() for slots in self._slots]
         self._reduction = Reduction(
             means, borrowed, self._seen, order, is_first_step=self.replicas is not None
         )
@@ -429,19 +423,24 @@ class Bucket:
         if self._reduction is None:
             return
         reduction, self._reduction = self._reduction, None
-        for segment, mean in enumerate(reduction.means):
+        for slots, mean in zip(self._slots, reduction.means, strict=True):
             if mean is not None:
-                self._write_sharded_grads(segment, mean, reduction)
-            self.workspace.give_back(reduction.borrowed[segment])
+                mean.wait(self._what)
+                for segment, first in zip(slots.segments, slots.first_columns, strict=False):
+                    self._write_sharded_grads(segment, mean, first, reduction)
+        for borrowed in reduction.borrowed:
+            self.workspace.give_back(borrowed)
 
-    def _write_sharded_grads(self, segment: int, mean: PendingMean, reduction: Reduction) -> None:
+    def _write_sharded_grads(
+        self, segment: int, mean: PendingMean, first: int, reduction: Reduction
+    ) -> None:
         buffer = self.buffers[segment]
         members = self._members[segment]
         present = [i for i in members if self.parameters[i].sharded.grad is not None]
         reduced = buffer.reduced()
         if present:
             self._prepare_accumulation(buffer, members)
-        mean.wait_into(reduced, accumulate=bool(present), what=self._what)
+        mean.write_into(reduced, first, accumulate=bool(present))
         buffer.zero_grad_padding()
         if buffer.device.type == "cpu" and buffer.read_order() != reduction.order:
             raise RuntimeError(

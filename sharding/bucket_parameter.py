@@ -5,6 +5,7 @@ May touch: modules' parameter slots, the sharded form. Communicates nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -94,3 +95,20 @@ def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
     local = RaggedDTensor.from_local(piece, mesh, sharded.placement, sharded.shape)
     local.copy_(held.detach())
     torch.utils.swap_tensors(sharded, nn.Parameter(local, requires_grad=sharded.requires_grad))
+
+
+def check_converted_as_a_whole(parameters: Sequence[BucketParameter], bucket: str) -> None:
+    """Proves that parameters which were of one dtype and device still are.
+
+    Raises:
+        RuntimeError: They are not; names the bucket and a parameter of each kind.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.kind, parameter.fqn)
+    if len(kinds) > 1:
+        names = {f"{dtype} on {device}": fqn for (dtype, device), fqn in kinds.items()}
+        raise RuntimeError(
+            f"parameters of bucket {bucket!r} that were of one dtype and device are not any more: "
+            f"{names}; convert the fully sharded module as a whole"
+        )

@@ -11,8 +11,9 @@ A segment has up to four flat tensors:
     shard_grad  (S + F,)    parameter dtype  from the first reduction on; sharded `.grad`s are
                                              views of it
     unsharded   (W * S,)    compute dtype    storage exists between unshard and reshard
-    grad slots  (W, S + F)  reduce dtype     borrowed from the `Workspace` from the first gradient
-                                             of a backward until its reduction has finished
+    grad slots  (W, S + F)  reduce dtype     columns of a tensor that `GradientSlots` borrows from
+                                             the `Workspace` from the first gradient of a backward
+                                             until its reduction has finished
 
 F elements at the end of each gradient slot hold the seen-flags, 1 where this rank saw a gradient of
 the parameter, and a number that tells in which order this rank gathered buckets. They travel and
@@ -134,8 +135,7 @@ class DistributedBuffer:
             plan.world_size * plan.shard_numel, dtype=compute_dtype, device=device
         )  # (W * S,)
         self.free_unsharded()
-        self.grad_slots: Tensor | None = None  # (W, S + F), borrowed
-        self._borrowed: list[Tensor] = []
+        self.grad_slots: Tensor | None = None  # (W, S + F), columns of `GradientSlots`
         self._pieces = [
             slot_pieces(plan.offsets[i], plan.tensors[i].numel, plan.shard_numel)
             for i in range(count)
@@ -148,12 +148,10 @@ class DistributedBuffer:
 
     def _local_range(self, index: int) -> tuple[int, int]:
         """Where tensor `index` lies in this rank's shard; (0, 0) if it has no element here."""
-        start = self.rank * self.plan.shard_numel
-        for rank, low, high in self.plan.ranges(index):
-            if rank == self.rank:
-                first = self.plan.offsets[index] + low - start
-                return first, first + high - low
-        return 0, 0
+        size, offset = self.plan.shard_numel, self.plan.offsets[index]
+        low = max(0, offset - self.rank * size)
+        high = min(size, offset + self.plan.tensors[index].numel - self.rank * size)
+        return (low, high) if low < high else (0, 0)
 
     def _local_gaps(self) -> list[tuple[int, int]]:
         """The padding of this rank's shard."""
@@ -196,12 +194,13 @@ class DistributedBuffer:
             self.free_unsharded()
         return parameter
 
-    def allocate_unsharded(self) -> None:
+    def allocate_unsharded(self) -> Tensor:
         """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
         nbytes = self.unsharded.numel() * self.unsharded.element_size()
         self.unsharded.untyped_storage().resize_(nbytes)
         size = self.plan.shard_numel
         self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
+        return self.unsharded
 
     def free_unsharded(self) -> None:
         """Frees the memory of `unsharded`; the Storage object stays."""
@@ -209,26 +208,10 @@ class DistributedBuffer:
 
     # -- gradients ----------------------------------------------------------------------------
 
-    def borrow_grad_slots(self, workspace: Workspace) -> None:
-        """Borrows the (W, S + F) buffer of this rank's addends, flags cleared."""
-        flat = self._borrow(workspace, self.plan.world_size * self.slot_numel)
-        self.grad_slots = flat.view(self.plan.world_size, self.slot_numel)
+    def take_grad_slots(self, slots: Tensor) -> None:
+        """Takes (W, S + F) columns for this rank's addends, and clears the flags."""
+        self.grad_slots = slots
         self.grad_slots[:, self.plan.shard_numel :].zero_()
-
-    def borrow_receive(self, workspace: Workspace, numel: int) -> Tensor | None:
-        """(numel,) in the reduce dtype, given back with the slots; `None` if numel is 0."""
-        return self._borrow(workspace, numel) if numel else None
-
-    def _borrow(self, workspace: Workspace, numel: int) -> Tensor:
-        tensor = workspace.borrow(numel, self.reduce_dtype, self.device)
-        self._borrowed.append(tensor)
-        return tensor[:numel]
-
-    def release_slots(self) -> list[Tensor]:
-        """Hands over what was borrowed; a gradient that comes later borrows anew."""
-        borrowed, self._borrowed = self._borrowed, []
-        self.grad_slots = None
-        return borrowed
 
     def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
         """Copies (or adds) a full gradient into the slots, cast to the reduce dtype."""
@@ -239,16 +222,13 @@ class DistributedBuffer:
             else:
                 target.copy_(source)
 
-    def complete_slots(self, workspace: Workspace, seen: Collection[int], order: int) -> Tensor:
-        """(W * (S + F),), all that this rank adds to the next reduction.
+    def complete_slots(self, seen: Collection[int], order: int) -> None:
+        """Writes what gradients did not: zeros, seen-flags, the order.
 
         Args:
-            workspace: Lends the slots if no gradient has come.
             seen: Tensors that got a gradient; the others add zeros.
             order: A number that must be the same on all ranks; see `read_order`.
         """
-        if self.grad_slots is None:
-            self.borrow_grad_slots(workspace)
         size, count = self.plan.shard_numel, len(self.plan.tensors)
         for index in range(count):
             if index not in seen:
@@ -261,7 +241,6 @@ class DistributedBuffer:
             for index in seen:
                 slots[:, size + index].fill_(1)
         slots[:, self._order_column].fill_(order)
-        return slots.view(-1)
 
     def clear_order(self) -> None:
         """Makes room for the next order where gradients are accumulated."""

@@ -24,6 +24,7 @@ import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -49,12 +50,33 @@ def next_tag(group: dist.ProcessGroup) -> int:
     return next(_tags.setdefault(group, itertools.count(1)))
 
 
+class GatherOrder:
+    """A number that depends on the order in which this rank gathered buckets so far.
+
+    Below 256, so that bfloat16 holds it exactly.
+    """
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def record(self, tag: int) -> None:
+        """Notes that the bucket of this tag was gathered."""
+        self.value = (self.value * 31 + tag) % 251
+
+
+class Waitable(Protocol):
+    """A handle of torch.distributed, or of several coalesced calls."""
+
+    def wait(self) -> object:
+        """Completes what it stands for."""
+
+
 class Pending:
     """Communication in flight; keeps its tensors alive until `wait`."""
 
     __slots__ = ("_tensors", "_works")
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[Tensor] = ()) -> None:
+    def __init__(self, works: Sequence[Waitable], tensors: Sequence[Tensor] = ()) -> None:
         self._works = works
         self._tensors = tensors
 
@@ -86,30 +108,51 @@ class Transport:
         self.backend = dist.get_backend(group)
         self.pairwise = self.backend == "gloo" and 1 < self.world_size <= PAIRWISE_MAX_RANKS
 
-    def all_gather_(self, buffer: Tensor, tag: int) -> Pending:
-        """Fills `buffer` from every rank's own slot of it.
+    def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
+        """Fills each of `buffers` from every rank's own slot of it, as one call.
+
+        The buffers may differ in length and dtype. Native backends get them as one group; pairwise,
+        their messages are posted together, each straight from and into its slots.
 
         Args:
-            buffer: (world_size * S,); slot `rank` holds this rank's part already.
+            buffers: (world_size * S,) each; slot `rank` holds this rank's part already.
             tag: Tells concurrent calls apart; the same on all ranks.
         """
-        if self.world_size == 1:
+        if self.world_size == 1 or not buffers:
             return Pending(())
-        slots = buffer.view(self.world_size, -1)
+        slots = [buffer.view(self.world_size, -1) for buffer in buffers]
         if not self.pairwise:
-            work = _all_gather_flat(buffer, slots[self.rank], group=self.group, async_op=True)
-            return Pending(_posted(work), (buffer,))
-        if self.world_size == 2:
-            return Pending(self._swap(slots[1 - self.rank], slots[self.rank]), (buffer,))
+            return Pending(self._native_all_gather(buffers, slots), buffers)
         works = []
+        if self.world_size == 2:
+            for each in slots:
+                works += self._swap(each[1 - self.rank], each[self.rank])
+            return Pending(works, buffers)
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
-            works += _posted(dist.irecv(slots[source], group=self.group, group_src=source, tag=tag))
-            works += _posted(
-                dist.isend(slots[self.rank], group=self.group, group_dst=target, tag=tag)
+            for each in slots:  # of one tag: matched in the order of the segments
+                works += _posted(
+                    dist.irecv(each[source], group=self.group, group_src=source, tag=tag)
+                )
+                works += _posted(
+                    dist.isend(each[self.rank], group=self.group, group_dst=target, tag=tag)
+                )
+        return Pending(works, buffers)
+
+    def _native_all_gather(
+        self, buffers: Sequence[Tensor], slots: Sequence[Tensor]
+    ) -> Sequence[Waitable]:
+        """The backend's own all-gather; several buffers are one coalesced call."""
+        if len(buffers) == 1:
+            work = _all_gather_flat(
+                buffers[0], slots[0][self.rank], group=self.group, async_op=True
             )
-        return Pending(works, (buffer,))
+            return _posted(work)
+        with dist._coalescing_manager(group=self.group, async_ops=True) as coalesced:
+            for buffer, each in zip(buffers, slots, strict=True):
+                _all_gather_flat(buffer, each[self.rank], group=self.group, async_op=True)
+        return [coalesced]
 
     def _swap(self, output: Tensor, input: Tensor) -> list[dist.Work]:
         """Sends `input` to the other of two ranks and receives `output`; nothing goes to itself."""
@@ -174,37 +217,43 @@ class Transport:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         slots = workspace.view(self.world_size, -1)
         slots[self.rank].copy_(addend)
-        pending = self.all_gather_(workspace, tag)
+        pending = self.all_gather_([workspace], tag)
         return PendingMean(pending, list(slots.unbind(0)), divisor * self.world_size)
 
 
 class PendingMean:
     """A reduction in flight: the addends in rank order, and what their sum is divided by."""
 
-    __slots__ = ("_addends", "_divisor", "_pending")
+    __slots__ = ("_addends", "_divisor", "_pending", "_total")
 
     def __init__(self, pending: Pending, addends: list[Tensor], divisor: int) -> None:
         self._pending = pending
         self._addends = addends
         self._divisor = divisor
+        self._total: Tensor | None = None
 
-    def wait_into(self, out: Tensor, *, accumulate: bool, what: str) -> None:
-        """Writes (or adds) the mean to `out`, cast to its dtype.
+    def wait(self, what: str) -> None:
+        """Completes the communication and sums; `what` names the reduction in errors."""
+        self._pending.wait(what)
+        self._total, self._addends = self._sum_in_rank_order(), []
+
+    def write_into(self, out: Tensor, first: int, *, accumulate: bool) -> None:
+        """Writes (or adds) a part of the mean to `out`, cast to its dtype.
 
         Args:
-            out: (slot,), any floating dtype.
+            out: (n,), any floating dtype.
+            first: Where the n elements start in the slot.
             accumulate: Add to `out` instead of overwriting it.
-            what: Names the reduction in errors.
         """
-        self._pending.wait(what)
-        total = self._sum_in_rank_order()
+        if self._total is None:
+            raise RuntimeError("a mean is written before its reduction was waited for")
+        part = self._total[first : first + out.numel()]
         if accumulate:
-            out.add_(total.div_(self._divisor) if self._divisor > 1 else total)
+            out.add_(part.div_(self._divisor) if self._divisor > 1 else part)
         elif self._divisor > 1:
-            torch.div(total, self._divisor, out=out)
+            torch.div(part, self._divisor, out=out)
         else:
-            out.copy_(total)
-        self._addends = []
+            out.copy_(part)
 
     def take_sum(self, what: str) -> tuple[Tensor, int]:
         """The sum in rank order, of at least fp32 where ranks were added, and its divisor."""

@@ -19,7 +19,8 @@ from hashlib import blake2b
 from math import prod
 
 from sharding.granule import Granule
-from sharding.planner import SegmentPlan, TensorSpec, lower_bound, plan_segment
+from sharding.planner import SegmentPlan, TensorSpec
+from sharding.segments import SEGMENT_GAIN, least_total_shard, plan_segments
 from sharding.structure import Blocks, Demand, Shape, Unit
 
 DEFAULT_BLOCK = 256
@@ -38,8 +39,8 @@ class ParamSpec:
         dtype: Of the parameter.
         demands: Structures declared by optimizers, state formats and users.
         group_key: Parameters of one key are laid side by side where that costs nothing.
-        trainable: Whether it requires a gradient. Parameters of one dtype share a segment, but not
-            frozen ones with trainable ones: a segment without gradients is never reduced.
+        trainable: Whether it requires a gradient. Parameters of one segment have one dtype, and
+            frozen ones are not with trainable ones: a segment without gradients is never reduced.
     """
 
     fqn: str
@@ -72,7 +73,8 @@ class BucketPlan:
     Attributes:
         name: Of the bucket.
         params: In the order given.
-        segments: One per dtype, and for trainable and frozen parameters, by first appearance.
+        segments: One or a few per dtype, and for trainable and frozen parameters, by first
+            appearance; see [Note: segments by granule] in segments.py.
         dtypes: Of the segments.
         trainable: Of the segments, as `fully_shard` found them.
         location: `location[i]` is (segment, index in the segment) of `params[i]`.
@@ -84,6 +86,14 @@ class BucketPlan:
     dtypes: tuple[str, ...]
     trainable: tuple[bool, ...]
     location: tuple[tuple[int, int], ...]
+
+    @property
+    def reductions(self) -> tuple[tuple[int, ...], ...]:
+        """Segments that are reduced together: of one dtype, all trainable or all frozen."""
+        together: dict[tuple[str, bool], list[int]] = {}
+        for segment, kind in enumerate(zip(self.dtypes, self.trainable, strict=True)):
+            together.setdefault(kind, []).append(segment)
+        return tuple(map(tuple, together.values()))
 
     @property
     def padding_ratio(self) -> float:
@@ -157,6 +167,7 @@ def negotiate(
     world_size: int,
     *,
     resident_padding: float = 0.02,
+    segment_gain: float = SEGMENT_GAIN,
 ) -> BucketPlan:
     """Lays out one bucket. Same arguments, same plan, on every rank. See [Note: residency].
 
@@ -167,6 +178,8 @@ def negotiate(
         resident_padding: Padding, as a fraction of the bucket's elements, up to which granules are
             raised for residency. If the stored demands alone need more, raising may not add to it.
             0 raises none, also where it would cost nothing.
+        segment_gain: Parameters of one kind are laid out in up to four segments when that saves
+            more padding than this fraction of their elements.
 
     Raises:
         ValueError: Demands of a parameter do not fit its shape or each other, two parameters have
@@ -199,8 +212,9 @@ def negotiate(
     raised = tuple(map(_raised_granule, params, stored))
     # Names are left out, so that equal layers are negotiated once.
     unnamed = tuple(replace(param, fqn=str(i)) for i, param in enumerate(params))
-    granules = _choose_granules(unnamed, stored, raised, world_size, resident_padding)
-    return _plan(name, params, granules, world_size)
+    layout = _Layout(world_size, segment_gain)
+    granules = _choose_granules(unnamed, stored, raised, layout, resident_padding)
+    return layout.plan(name, params, granules)
 
 
 def _stored_granule(param: ParamSpec) -> Granule:
@@ -246,12 +260,12 @@ def _choose_granules(
     params: tuple[ParamSpec, ...],
     stored: tuple[Granule, ...],
     raised: tuple[Granule, ...],
-    world_size: int,
+    layout: "_Layout",
     resident_padding: float,
 ) -> tuple[Granule, ...]:
     """The granule of each parameter: stored or raised. See [Note: residency]."""
     can_rise = [i for i in range(len(params)) if raised[i] != stored[i]]
-    base = _plan("", params, stored, world_size)
+    base = layout.plan("", params, stored)
     best, best_granules = base, stored
     if not can_rise or not base.owned_numel or not resident_padding:
         return best_granules
@@ -263,9 +277,9 @@ def _choose_granules(
         nonlocal attempts, best, best_granules
         attempts -= 1
         granules = tuple(raised[i] if i in risen else stored[i] for i in range(len(params)))
-        if _least_padding(params, granules, world_size) > tolerated:
+        if layout.least_padding(params, granules) > tolerated:
             return None
-        plan = _plan("", params, granules, world_size)
+        plan = layout.plan("", params, granules)
         if plan.padding_ratio > tolerated:
             return None
         if plan.owned_numel < best.owned_numel:
@@ -291,36 +305,49 @@ def _choose_granules(
     return best_granules
 
 
-def _plan(
-    name: str, params: tuple[ParamSpec, ...], granules: tuple[Granule, ...], world_size: int
-) -> BucketPlan:
-    kinds, tensors, location = _segment_tensors(params, granules)
-    segments = tuple(plan_segment(tuple(each), world_size) for each in tensors)
-    dtypes, trainable = tuple(d for d, _ in kinds), tuple(t for _, t in kinds)
-    return BucketPlan(name, params, segments, dtypes, trainable, location)
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where the parameters of a bucket lie for given granules."""
+
+    world_size: int
+    segment_gain: float
+
+    def plan(
+        self, name: str, params: tuple[ParamSpec, ...], granules: tuple[Granule, ...]
+    ) -> BucketPlan:
+        segments: list[SegmentPlan] = []
+        kinds: list[tuple[str, bool]] = []
+        location = [(0, 0)] * len(params)
+        for kind, of_kind in _by_kind(params).items():
+            tensors = tuple(_tensor(params[i], granules[i]) for i in of_kind)
+            for members, segment in plan_segments(tensors, self.world_size, gain=self.segment_gain):
+                for index, member in enumerate(members):
+                    location[of_kind[member]] = len(segments), index
+                segments.append(segment)
+                kinds.append(kind)
+        dtypes, trainable = tuple(d for d, _ in kinds), tuple(t for _, t in kinds)
+        return BucketPlan(name, params, tuple(segments), dtypes, trainable, tuple(location))
+
+    def least_padding(self, params: tuple[ParamSpec, ...], granules: tuple[Granule, ...]) -> float:
+        """A padding ratio that no plan with these granules is below; far cheaper than a plan."""
+        shard = sum(
+            least_total_shard([_tensor(params[i], granules[i]) for i in of_kind], self.world_size)
+            for of_kind in _by_kind(params).values()
+        )
+        numel = sum(param.numel for param in params)
+        return self.world_size * shard / max(1, numel) - 1
 
 
-def _least_padding(
-    params: tuple[ParamSpec, ...], granules: tuple[Granule, ...], world_size: int
-) -> float:
-    """A padding ratio that no plan with these granules is below; far cheaper than a plan."""
-    _, tensors, _ = _segment_tensors(params, granules)
-    numel = sum(param.numel for param in params)
-    return world_size * sum(lower_bound(each, world_size) for each in tensors) / max(1, numel) - 1
+def _by_kind(params: tuple[ParamSpec, ...]) -> dict[tuple[str, bool], list[int]]:
+    """Indices of the parameters of each (dtype, trainable), by first appearance."""
+    by_kind: dict[tuple[str, bool], list[int]] = {}
+    for i, param in enumerate(params):
+        by_kind.setdefault((param.dtype, param.trainable), []).append(i)
+    return by_kind
 
 
-def _segment_tensors(
-    params: tuple[ParamSpec, ...], granules: tuple[Granule, ...]
-) -> tuple[tuple[tuple[str, bool], ...], list[list[TensorSpec]], tuple[tuple[int, int], ...]]:
-    """Kinds (dtype, trainable) of segments, their tensors, and where each parameter went."""
-    kinds = tuple(dict.fromkeys((param.dtype, param.trainable) for param in params))
-    tensors: list[list[TensorSpec]] = [[] for _ in kinds]
-    location = []
-    for param, granule in zip(params, granules, strict=True):
-        which = kinds.index((param.dtype, param.trainable))
-        location.append((which, len(tensors[which])))
-        tensors[which].append(TensorSpec(param.fqn, param.numel, granule, param.group_key))
-    return kinds, tensors, tuple(location)
+def _tensor(param: ParamSpec, granule: Granule) -> TensorSpec:
+    return TensorSpec(param.fqn, param.numel, granule, param.group_key)
 
 
 def _text(granule: Granule) -> str:

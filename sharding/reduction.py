@@ -4,11 +4,11 @@ May touch: a `Transport` of the replicate axis, scratch memory.
 
 [Note: two steps of a reduction]
 On a 1-D mesh a reduction is one reduce-scatter. On a 2-D mesh (HSDP) it has a second step: this
-rank's S + F elements (see [Note: buffer lifetimes] in buffer.py) are averaged over the ranks that
-hold the same piece in other replicas. Seen-flags and the order of gathers are among them, so that
-both cover all ranks. Sums are not rounded nor divided between the steps where they are taken in
-rank order (over gloo): shard ranks are added first, then replicas in their order, in fp32, and the
-total is divided once, by all ranks. Every replica ends with the same bits.
+rank's elements of `GradientSlots` (see [Note: buffer lifetimes] in buffer.py) are averaged over the
+ranks that hold the same piece in other replicas. Seen-flags and the order of gathers are among
+them, so that both cover all ranks. Sums are not rounded nor divided between the steps where they
+are taken in rank order (over gloo): shard ranks are added first, then replicas in their order, in
+fp32, and the total is divided once, by all ranks. Every replica ends with the same bits.
 
 The second step is posted when the first step of the next bucket has been, so that it overlaps with
 that and with the backward between them. Where `requires_all_reduce` is off, the sums of the first
@@ -31,9 +31,11 @@ from sharding.collectives import PendingMean, Transport, next_tag
 
 @dataclass(slots=True)
 class Reduction:
-    """A reduction in flight: a pending mean and borrowed memory per segment, who saw a gradient."""
+    """A reduction in flight: a pending mean and borrowed memory for each of the bucket's
+    `GradientSlots`, who saw a gradient.
+    """
 
-    means: list[PendingMean | None]  # None where a segment has no trainable parameter
+    means: list[PendingMean | None]  # None where no parameter is trainable
     borrowed: list[list[Tensor]]
     seen: set[int]
     order: int  # what all ranks gave `write_order`, added up over the kept sums
@@ -51,7 +53,7 @@ class Reduction:
 class _Kept:
     """The sums over this replica of reductions whose second step was put off."""
 
-    sums: list[Tensor | None]  # by segment, (S + F,)
+    sums: list[Tensor | None]  # (T,) of each `GradientSlots`
     seen: set[int]
     order: int
 
@@ -61,13 +63,13 @@ class Replicas:
 
     Args:
         group: The ranks that hold the same piece.
-        segments: How many the bucket has.
+        reductions: How many the bucket has in its first step.
     """
 
-    def __init__(self, group: dist.ProcessGroup, segments: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, reductions: int) -> None:
         self.requires_all_reduce = True
         self.transport = Transport(group)
-        self.tags = [next_tag(group) for _ in range(segments)]
+        self.tags = [next_tag(group) for _ in range(reductions)]
         self._kept: _Kept | None = None
 
     def average(self, reduction: Reduction, workspace: Workspace, what: str) -> None:

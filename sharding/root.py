@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from sharding.bucket import Bucket, GatherOrder, ShardedState
+from sharding.bucket import Bucket, ShardedState
 from sharding.buffer import Workspace
-from sharding.collectives import check_same_on_all_ranks
+from sharding.collectives import GatherOrder, check_same_on_all_ranks
 from sharding.ragged_tensor import RaggedDTensor
 from sharding.structure import DeclaresStructure
 

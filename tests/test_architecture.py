@@ -17,7 +17,11 @@ ROOT = Path(__file__).parents[1]
 ORDER = {
     "sharding": [
         "granule",
+        "bounds",
+        "orders",
+        "search",
         "planner",
+        "segments",
         "units",
         "ownership",
         "names",
@@ -32,6 +36,7 @@ ORDER = {
         "collectives",
         "debug",
         "buffer",
+        "gradient_slots",
         "marks",
         "exchange",
         "bucket_parameter",
@@ -86,7 +91,17 @@ ORDER = {
     ],
     "vfsdp_optim.testing.pytest_plugin": ["__init__"],
 }
-PURE = ["granule", "planner", "units", "ownership", "names"]
+PURE = [
+    "granule",
+    "bounds",
+    "orders",
+    "search",
+    "planner",
+    "segments",
+    "units",
+    "ownership",
+    "names",
+]
 # Packages of the repository that a package may not import, besides what ORDER forbids.
 FORBIDDEN = {
     "sharding": {"vfsdp_optim", "examples", "benchmarks", "tests"},

@@ -64,9 +64,9 @@ class CountsGathers:
     def __getattr__(self, name: str) -> object:
         return getattr(self.transport, name)
 
-    def all_gather_(self, buffer: Tensor, tag: int) -> object:
+    def all_gather_(self, buffers: list[Tensor], tag: int) -> object:
         self.count += 1
-        return self.transport.all_gather_(buffer, tag)
+        return self.transport.all_gather_(buffers, tag)
 
     def since(self) -> int:
         """How often since the last call of this."""

@@ -165,13 +165,13 @@ def test_lower_bound_counts_blocks_that_share_a_rank():
     [
         # Feasible S are not one range: with 12 all fits, with 13 it does not.
         ([(7, 7), (20, 2), (7, 7), (7, 7)], 4, 12),
-        ([(18, 8), (18, 8), (3, 4), (3, 4), (3, 4)], 4, 14),
+        ([(18, 8), (18, 8), (3, 4), (3, 4), (3, 4)], 4, 13),
         # A tensor cut in steps of 6 between whole ones; only an order made for S = 39 fits.
         ([(14, 8), (21, 5), (14, 8), (14, 8), (14, 8)], 2, 39),
         ([(6, 8), (21, 6), (22, 6), (21, 6)], 3, 24),
-        # S is a common multiple of blocks, or as long as a tensor.
+        # S is a common multiple of blocks, or whole tensors and a block.
         ([(22041, 7168), (18026, 4096)], 2, 21504),
-        ([(7803, 2880), (2135, 2135), (2135, 2135), (2135, 2135)], 2, 7803),
+        ([(7803, 2880), (2135, 2135), (2135, 2135), (2135, 2135)], 2, 7150),
     ],
 )
 def test_plan_finds_the_least_shard_of_hard_buckets(tensors, world_size, shard):
