@@ -1,8 +1,8 @@
 """GradientSlots: this rank's addends to the gradients of the segments that are reduced together.
 
 May touch: tensors, one reduction of a `Transport`. All segments of a bucket that have one dtype,
-and are all trainable or all frozen, share one tensor and one reduction. Gradients are copied into it
-anyway, so several segments cost no further copy and no further collective. See
+and are all trainable or all frozen, share one tensor and one reduction. Gradients are copied into
+it anyway, so several segments cost no further copy and no further collective. See
 [Note: buffer lifetimes] in buffer.py.
 """
 

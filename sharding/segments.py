@@ -11,6 +11,7 @@ taken when it saves more than the given gain.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import combinations
 
 from sharding.bounds import load
@@ -59,19 +60,44 @@ def plan_segments(
         raise ValueError(f"expected at least one segment, got most={most!r}.")
     if not gain >= 0:
         raise ValueError(f"segment_gain must be >= 0, got {gain!r}.")
+    # Names are left out, so that equal layers are partitioned once.
+    groups: dict[str, str] = {}
+    unnamed = tuple(
+        TensorSpec("", t.numel, t.granule, groups.setdefault(t.group_key, str(len(groups))))
+        for t in tensors
+    )
+    return tuple(
+        (
+            members,
+            plan_segment(
+                tuple(tensors[i] for i in members), world_size, align=align, shard_align=shard_align
+            ),
+        )
+        for members in _partition(unnamed, world_size, most, gain, align, shard_align)
+    )
+
+
+@lru_cache(maxsize=1024)
+def _partition(
+    tensors: tuple[TensorSpec, ...],
+    world_size: int,
+    most: int,
+    gain: float,
+    align: int,
+    shard_align: int | None,
+) -> tuple[Members, ...]:
+    """The tensors of each segment."""
     everything = tuple(range(len(tensors)))
     single = plan_segment(tensors, world_size, align=align, shard_align=shard_align)
     best = {everything: single}
     worth = gain * single.numel  # padding, over all ranks
     if most > 1 and single.padding > worth:
-        search = _Merging(tensors, world_size, align, shard_align)
-        floor = search.floor()
-        for partition in sorted(search.partitions(most), key=len):
-            if _padding(best) - max(floor, 0) <= worth:
-                break
-            if _padding(best) - _padding(partition) > worth:
-                best = partition
-    return tuple(sorted(best.items()))
+        merging = _Merging(tensors, world_size, align, shard_align)
+        if single.padding - merging.least_padding() > worth:
+            for partition in sorted(merging.partitions(most), key=len):
+                if _padding(best) - _padding(partition) > worth:
+                    best = partition
+    return tuple(sorted(best))
 
 
 def least_total_shard(
@@ -102,8 +128,8 @@ class _Merging:
         self.align, self.shard_align = align, shard_align
         self.plans: dict[Members, SegmentPlan] = {}
 
-    def floor(self) -> int:
-        """Padding that no number of segments avoids."""
+    def least_padding(self) -> int:
+        """Padding that no number of segments avoids, or less."""
         numel = sum(tensor.numel for tensor in self.tensors)
         least = least_total_shard(self.tensors, self.world_size, align=self.align)
         return self.world_size * least - numel

@@ -31,6 +31,7 @@ from sharding.negotiation import ParamSpec, negotiate
 from sharding.orders import Orders
 from sharding.placement import RaggedShard
 from sharding.planner import TensorSpec, lower_bound, place, plan_segment
+from sharding.segments import plan_segments
 from sharding.structure import Demand, FullMatrix
 
 ROOT = Path(__file__).parents[2]
@@ -272,6 +273,20 @@ def test_plans_do_not_depend_on_the_hash_seed():
     digests = [process.communicate()[0] for process in running]
     assert len(digests[0].strip()) == 64
     assert digests[0] == digests[1]
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3_perexpert", "kimi_k2_perexpert"])
+def test_a_whole_model_is_planned_in_ten_seconds(model):
+    # Equal layers are planned once, whatever their names are.
+    start = time.process_time()
+    for count, shapes in Model.load(model).buckets:
+        for layer in range(count):
+            tensors = tuple(
+                TensorSpec(f"layers.{layer}.{t.fqn}", t.numel, t.granule, "even" if i % 2 else "")
+                for i, t in enumerate(specs(shapes, "e128"))
+            )
+            plan_segments(tensors, 512)
+    assert time.process_time() - start < 10
 
 
 def test_plan_and_placements_of_a_thousand_tensors_on_16384_ranks_are_small():
