@@ -14,6 +14,9 @@ two ranks, are one all-to-all: gloo runs it on a thread of its own, while send a
 thread that posts them. Gathers of more ranks are sends and receives (an all-to-all would need the
 slot once for each peer), matched by a tag.
 
+The segments of a bucket are gathered by one call: natively coalesced into one launch, pairwise with
+the messages of all segments in flight together. Their gradients share one buffer to begin with.
+
 Both match collectives by the order of posting: see [Note: order of collectives] in root.py for how
 it is kept, and how a difference is found.
 """

@@ -17,7 +17,7 @@ Runs = list[tuple[int, int]]  # (kind, count), in the order of the buffer
 _STEPS = 120_000  # one search may take, and `_STEPS_A_TENSOR` more for each tensor
 _STEPS_A_TENSOR = 300
 _MOST_STATES = 20_000  # of an exact search
-_MOST_DEPTH = 400  # tensors of an exact search, which recurses
+_MOST_DEPTH = 250  # tensors of an exact search, which recurses
 _BEAM_WIDTH = 8
 
 
