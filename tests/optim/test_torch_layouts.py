@@ -7,9 +7,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
@@ -169,6 +175,33 @@ def test_adamw_updates_columns_too_and_knows_nothing_of_their_place():
     for result in run_ranks(train_columns_with, 2, AdamW, (Shard(1),)):
         for tensor, alone in zip(result, expected, strict=True):
             assert torch.equal(tensor, alone)
+
+
+def train_beside_tensor_parallelism() -> list[float]:
+    """Train with torch's FSDP2 over its tensor parallelism; return differences to torch's AdamW."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
+    alone = deepcopy(model)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    torch_fsdp.fully_shard(model, mesh=mesh["dp"])
+    assert len({p.placements for p in model.parameters()}) == 3
+    optimizer = AdamW(model.named_parameters(), lr=0.1)
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    for (x,) in (full_tensors([(4, 8)], seed) for seed in range(3)):
+        model(x).square().sum().backward()
+        for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
+            theirs.grad = full(ours.grad)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    pairs = zip(model.parameters(), alone.parameters(), strict=True)
+    return [float((full(a) - b).detach().abs().max()) for a, b in pairs]
+
+
+def test_adamw_runs_beside_tensor_parallelism():
+    assert run_ranks(train_beside_tensor_parallelism, 4) == [[0.0] * 4] * 4
 
 
 def refuse() -> list[str]:

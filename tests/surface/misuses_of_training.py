@@ -5,12 +5,15 @@ import torch.distributed as dist
 from misuse import Misuse, Scene
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.distributed.tensor.placement_types import Placement
 
 import vfsdp_optim
 from sharding import RaggedDTensor, RaggedShard
 from sharding.loading import load_full_state_dict
 from small_models import loss_of, shard
+
+S0 = Shard(0)
 
 
 def shard_late(s: Scene) -> None:
@@ -63,9 +66,14 @@ def load_state_of_adamw(s: Scene) -> None:
     s.optimizer.load_state_dict({**state, "param_groups": groups})
 
 
-def foreign_parameter() -> nn.Parameter:
+def foreign_parameter(placement: Placement = S0) -> nn.Parameter:
     mesh = init_device_mesh("cpu", (2,))
-    return nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    return nn.Parameter(DTensor.from_local(torch.ones(4, 4), mesh, [placement]))
+
+
+def replicas_of_shards(s: Scene) -> None:
+    s.other = vfsdp_optim.AdamW(s.model.named_parameters(), process_group=dist.group.WORLD)
+    loss_of(s.model, 1).backward()
 
 
 def set_gradients_of_zeros(s: Scene) -> None:
@@ -197,10 +205,23 @@ MISUSES_OF_TRAINING = [
         ("fused=True", "leave it out"),
     ),
     Misuse(
-        "parameter_sharded_by_torch",
-        lambda s: vfsdp_optim.AdamW([foreign_parameter()]),
+        "columns_for_muon",
+        lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(Shard(1)))]),
         NotImplementedError,
-        ("Shard(dim=0)", "vfsdp_optim.fully_shard"),
+        ("layer.weight", "Shard(dim=1)", "vfsdp_optim.fully_shard", 'algorithm="adamw"'),
+    ),
+    Misuse(
+        "partial_sums_as_parameter",
+        lambda s: vfsdp_optim.AdamW([("layer.weight", foreign_parameter(Partial()))]),
+        NotImplementedError,
+        ("layer.weight", "Partial", "Replicate()"),
+    ),
+    Misuse(
+        "process_group_for_shards",
+        lambda s: s.other.step(),
+        RuntimeError,
+        ("process_group", "leave it out"),
+        before=replicas_of_shards,
     ),
     Misuse(
         "pattern_that_matches_nothing",
