@@ -305,8 +305,9 @@ def _load_optimizer(
             state = outline["state"].get(saved_id)
             if state is not None:
                 where = ("optimizer", "state", saved_id)
+                own = optimizer.state.get(param, {})
                 states[number] = {
-                    key: _receive_state(value, param, (*where, key), sender)
+                    key: _receive_state(value, param, own.get(key), (*where, key), sender)
                     for key, value in state.items()
                 }
             numbers.append(number)
@@ -362,8 +363,11 @@ def _names_in_model(
     return found
 
 
-def _receive_state(value: Any, param: Tensor, where: tuple[Any, ...], sender: _Sender) -> Any:
-    """A saved state, cut as its parameter is; numbers and scalars as they are."""
+def _receive_state(
+    value: Any, param: Tensor, own: Any, where: tuple[Any, ...], sender: _Sender
+) -> Any:
+    """A saved state, cut as the optimizer's own is, or else as its parameter; numbers and scalars
+    as they are."""
     if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
         if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
             return value
@@ -371,17 +375,20 @@ def _receive_state(value: Any, param: Tensor, where: tuple[Any, ...], sender: _S
         return distribute_ragged(whole, param.device_mesh, param.placement)
     if not isinstance(value, _Outline):
         return value
-    if value.shape != tuple(param.shape):
+    # Such as 8-bit codes, whose shape is not the parameter's.
+    like = own if isinstance(own, Tensor) and own.dim() else param
+    if value.shape != tuple(like.shape):
         path = "".join(f"[{key!r}]" for key in where)
         raise ValueError(
-            f"state{path}: expected shape {tuple(param.shape)} of its parameter, got {value.shape}"
+            f"state{path}: expected shape {tuple(like.shape)} of its "
+            f"{'parameter' if like is param else 'state'}, got {value.shape}"
         )
-    if not isinstance(param, RaggedDTensor):
+    if not isinstance(like, RaggedDTensor):
         return sender.broadcast(where, value)
-    start, stop = param.bounds
-    piece = torch.empty(stop - start, dtype=value.dtype, device=param._local_tensor.device)
-    sender.scatter(where, value, param, piece)
-    return RaggedDTensor.from_local(piece, param.device_mesh, param.placement, param.shape)
+    start, stop = like.bounds
+    piece = torch.empty(stop - start, dtype=value.dtype, device=like._local_tensor.device)
+    sender.scatter(where, value, like, piece)
+    return RaggedDTensor.from_local(piece, like.device_mesh, like.placement, like.shape)
 
 
 # -- transport -------------------------------------------------------------------------------------

@@ -206,6 +206,27 @@ class RaggedShard(Placement):
         """The same as `all_bounds`, worked out when it is looked at: small at any world size."""
         return RankRanges(self, numel)
 
+    def runs_of_blocks(self, numel: int, block: int) -> Runs | None:
+        """How many blocks each rank holds of a tensor of `numel` elements, as (blocks, ranks).
+
+        Blocks of `block` elements are counted from the first element; the last may be shorter. None
+        where a cut falls inside a block.
+        """
+        runs: list[tuple[int, int]] = []
+        start = 0
+        for units, ranks in self._runs:
+            length = units * self._unit_numel
+            stop = start + length * ranks
+            if length % block == 0 and stop <= numel:
+                runs.append((length // block, ranks))
+            elif length % block == 0 or (ranks == 1 and stop >= numel):
+                last = start + length * (ranks - 1)
+                runs += [(length // block, ranks - 1), (-(-(numel - last) // block), 1)]
+            else:
+                return None
+            start = stop
+        return tuple(runs)
+
     def __eq__(self, other: object) -> bool:
         """Same dims, same units on every rank, same size of a unit."""
         if self is other:

@@ -1,5 +1,6 @@
 """AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -8,9 +9,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sharding.structure import Elementwise, Structure
-from vfsdp_optim.algorithm import Algorithm, Scratch, check_at_least_zero, check_state_dtype
+from vfsdp_optim.algorithm import Algorithm, check_at_least_zero, check_state_dtype
+from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.runs import Run
+from vfsdp_optim.scratch import Scratch
 
 # torch.optim.AdamW's own defaults.
 _DEFAULTS: dict[str, Any] = {
@@ -37,7 +40,7 @@ class AdamWAlgorithm(Algorithm):
 
     name = "adamw"
     structural_keys = ("amsgrad",)
-    counts_steps = True
+    nonnegative = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**_DEFAULTS, **overrides})
@@ -59,6 +62,10 @@ class AdamWAlgorithm(Algorithm):
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Accept every shape."""
 
+    def counts_steps(self, group: dict[str, Any]) -> bool:
+        """Return True: the moments are corrected for their start at zero."""
+        return True
+
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the two moments, and the maximum of the second with amsgrad."""
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
@@ -71,9 +78,13 @@ class AdamWAlgorithm(Algorithm):
         """Update moments and parameters in place."""
         lr, weight_decay, eps = float(group["lr"]), group["weight_decay"], group["eps"]
         beta1, beta2 = (float(beta) for beta in group["betas"])
+        if not group["maximize"] and can_fuse(run):
+            options = dict(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
+            fused_adam(run, scratch, **options)
+            return
         step_size = (lr / (1 - beta1**run.step)) * -1
         root_of_correction = (1 - beta2**run.step) ** 0.5
-        for param, grad, states in run.chunks():
+        for param, grad, states in run.chunks(scratch):
             mean, square = states["exp_avg"], states["exp_avg_sq"]
             grad = grad.to(mean.dtype)
             if group["maximize"]:
@@ -89,7 +100,7 @@ class AdamWAlgorithm(Algorithm):
             torch.sqrt(square, out=denominator)
             denominator.div_(root_of_correction).add_(eps)
             param.addcdiv_(mean, denominator, value=step_size)
-        if eps < torch.finfo(run.states["exp_avg_sq"].dtype).smallest_normal:
+        if eps < torch.finfo(denominator.dtype).smallest_normal:
             run.clear_gaps()  # eps may round to 0, and the padding is 0 / 0 then
 
 
@@ -109,7 +120,18 @@ class AdamW(StructuredOptimizer):
         capturable: not supported.
         differentiable: not supported.
         fused: not supported.
-        state_dtype: dtype of the moments; None is the parameter's, as in torch.
+        state_dtype: dtype of the moments; None is the parameter's, as in torch, or fp32 where one
+            of the next arguments is used.
+        states: "8bit" keeps the moments of matrices of at least 4096 elements as 8-bit codes with
+            an fp32 scale for each 256: a quarter of the memory of fp32. Also a group key, as are
+            the four below.
+        keep_32bit: names of parameters whose states are not to be 8-bit; `param_groups` adds
+            embeddings and output heads.
+        unaligned: what to do where a shard starts inside a block of 256: "raise", or
+            "local_blocks": count blocks from there, which is not bitwise the unsharded run.
+        master_weights: update an fp32 copy of 16-bit parameters, the state `master`, and round it.
+        stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
+            proportion; the chance is the same at every world size.
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
@@ -140,6 +162,11 @@ class AdamW(StructuredOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
+        states: str = "32bit",
+        keep_32bit: Iterable[str] = (),
+        unaligned: str = "raise",
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
@@ -155,5 +182,10 @@ class AdamW(StructuredOptimizer):
             differentiable=differentiable,
             fused=fused,
             state_dtype=state_dtype,
+            states=states,
+            keep_32bit=keep_32bit,
+            unaligned=unaligned,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
         )
         super().__init__(params, algorithm, on_nonfinite=on_nonfinite, process_group=process_group)

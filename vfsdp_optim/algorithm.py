@@ -12,6 +12,7 @@ from torch import Tensor
 
 from sharding.structure import Structure
 from vfsdp_optim.runs import Run
+from vfsdp_optim.scratch import Scratch
 
 # Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads
 # them.
@@ -21,21 +22,17 @@ TORCH_KEYS = frozenset(
 )
 
 
-class Scratch:
-    """Working memory that keeps its size from step to step: one tensor per name, dtype and
-    device."""
-
-    def __init__(self) -> None:
-        self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
-
-    def take(self, numel: int, dtype: torch.dtype, device: torch.device, name: str = "") -> Tensor:
-        """Return `numel` elements with undefined values; the next call with this name may return
-        the same ones."""
-        key = name, dtype, device
-        tensor = self._tensors.get(key)
-        if tensor is None or tensor.numel() < numel:
-            tensor = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
-        return tensor[:numel]
+# Group keys of every algorithm about what states and weights are kept in: see precision.py.
+PRECISION: dict[str, Any] = {
+    "states": "32bit",
+    "states_format": None,
+    "keep_32bit": (),
+    "unaligned": "raise",
+    "master_weights": False,
+    "stochastic_rounding": False,
+}
+# Those that a checkpoint must agree with, unless it is converted.
+PRECISION_KEYS = ("states", "states_format", "master_weights", "stochastic_rounding")
 
 
 class Algorithm(ABC):
@@ -44,16 +41,18 @@ class Algorithm(ABC):
     Attributes:
         name: value of the group key `algorithm`.
         structural_keys: group keys that a loaded checkpoint must agree with.
-        counts_steps: whether the state has `step`.
+        nonnegative: keys of states that are never negative.
         defaults: what a group takes where it says nothing.
     """
 
     name: ClassVar[str]
     structural_keys: ClassVar[tuple[str, ...]]
-    counts_steps: ClassVar[bool]
+    nonnegative: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **defaults: Any) -> None:
-        self.defaults = defaults
+        self.defaults = {**PRECISION, **defaults}
+        if not isinstance(self.defaults["keep_32bit"], str):  # refused later, by name
+            self.defaults["keep_32bit"] = tuple(self.defaults["keep_32bit"])
 
     def complete(self, group: dict[str, Any], where: str) -> None:
         """Fill in what a group does not say, and check what it says.
@@ -79,6 +78,10 @@ class Algorithm(ABC):
     @abstractmethod
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Check that a parameter of this logical shape can be treated; errors name `fqn`."""
+
+    @abstractmethod
+    def counts_steps(self, group: dict[str, Any]) -> bool:
+        """Return whether the state has `step`."""
 
     @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from sharding.structure import FullMatrix
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
+_EMBEDDING, _HEAD = "embedding", "output head"  # reasons
 _ONE_MATRIX = str(FullMatrix())
 # For a transposed convolution the first axis is the input: the same map, transposed.
 _CONVOLUTION = "o ... -> o (...)"
@@ -87,13 +88,16 @@ def param_groups(
     adamw: Mapping[str, Any] | None = None,
     muon: Mapping[str, Any] | None = None,
     matrices: Mapping[str, str | FullMatrix | None] | None = None,
+    keep_32bit: Iterable[str] = (),
 ) -> ParamGroups:
     """Return groups of all trainable parameters of `model`, for `Muon`.
 
     The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms,
     biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as
     wide as the vocabulary of an embedding. A parameter that several modules share is in one group
-    once, and is an embedding if it is one anywhere.
+    once, and is an embedding if it is one anywhere. With states="8bit", the states of embeddings
+    and output heads stay in 32 bits: rows of rare words have gradients that are mostly zero
+    (huggingface/transformers#14819).
 
     Args:
         model: sharded or not, wrapped or not, on any device.
@@ -104,11 +108,12 @@ def param_groups(
             "e m n -> e m n" for stacked experts, "(h q d) n -> q (h d) n; q=3 h=12" for queries,
             keys and values that alternate by head, FullMatrix(row_splits=(4096, 1024, 1024)) for
             fused rows of unequal heights, "m (h d) -> h m d; h=12" for heads by columns.
+        keep_32bit: names of more parameters whose states are not to be 8-bit.
 
     Raises:
         TypeError: `model` is no module, or another argument no mapping.
-        ValueError: a parameter for which no rule is sure, a glob that matches no parameter, globs
-            that contradict each other, or a pattern that does not fit.
+        ValueError: a parameter for which no rule is sure, a glob or a name that matches no
+            parameter, globs that contradict each other, or a pattern that does not fit.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10))
@@ -121,6 +126,7 @@ def param_groups(
     chosen = _chosen(uses, matrices or {})
     heads = _heads(uses, chosen)
     routes = [_route(use, chosen, heads) for use in uses]
+    kept = _kept(routes, keep_32bit)
     members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
     for use, route in zip(uses, routes, strict=True):
         if route.algorithm != "frozen":
@@ -132,8 +138,21 @@ def param_groups(
         own: dict[str, Any] = {"params": params, "algorithm": algorithm}
         if algorithm == "muon":
             own["matrices"] = pattern
+        if names := [name for name, _ in params if name in kept]:
+            own["keep_32bit"] = names
         groups.append({**own, **((muon if algorithm == "muon" else adamw) or {})})
     return ParamGroups(groups, tuple(routes))
+
+
+def _kept(routes: list[Route], chosen: Iterable[str]) -> set[str]:
+    """Return the names of the parameters whose states stay in 32 bits."""
+    if isinstance(chosen, str):
+        raise TypeError(f"keep_32bit: expected names such as ['head.weight'], got {chosen!r}")
+    wanted = set(chosen)
+    if unknown := sorted(wanted - {route.fqn for route in routes}):
+        known = [route.fqn for route in routes]
+        raise ValueError(f"keep_32bit names {unknown!r}, expected some of {known}")
+    return wanted | {r.fqn for r in routes if r.reason in (_EMBEDDING, _HEAD)}
 
 
 def _check_arguments(model: nn.Module, **mappings: object) -> None:
@@ -241,11 +260,11 @@ def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         pattern = chosen[use.fqn]
         return to("adamw" if pattern is None else "muon", "named in matrices", pattern)
     if _is_weight(use, _EMBEDDINGS):
-        return to("adamw", "embedding")
+        return to("adamw", _EMBEDDING)
     if prod(shape) == max(shape, default=1):
         return to("adamw", "vector")
     if use.fqn in heads:
-        return to("adamw", "output head")
+        return to("adamw", _HEAD)
     _, name, module = use.modules[0]
     if isinstance(module, _NORMS):
         return to("adamw", "norm")

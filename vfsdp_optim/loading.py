@@ -10,13 +10,21 @@ import torch
 from torch import Tensor
 
 from sharding.names import match_by_name, plain_names
-from vfsdp_optim.algorithm import Algorithm
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
+from vfsdp_optim.foreign import from_bitsandbytes, is_bitsandbytes
+from vfsdp_optim.membership import named
 from vfsdp_optim.runs import Member
 
-# How torch runs its own update; of no meaning for state.
+# How torch runs its own update, and what describes this optimizer's memory: of no meaning for the
+# values that are loaded.
 _EXECUTION_KEYS = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+    """params param_names foreach fused capturable differentiable keep_32bit unaligned
+    states states_format""".split()
 )
+
+
+# What to do about a checkpoint in another precision.
+CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +51,8 @@ class Checkpoint:
         state_dict: Mapping[str, Any],
         groups: list[dict[str, Any]],
         algorithms: Mapping[str, Algorithm],
+        *,
+        any_precision: bool = False,
     ) -> None:
         missing = [key for key in ("state", "param_groups") if key not in state_dict]
         if missing:
@@ -50,6 +60,8 @@ class Checkpoint:
                 f"expected an optimizer's state_dict with 'state' and 'param_groups', got the keys "
                 f"{sorted(map(str, state_dict))!r}; pass what optimizer.state_dict() returned"
             )
+        if is_bitsandbytes(state_dict):
+            state_dict = from_bitsandbytes(state_dict)
         saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
         names = _names(saved, groups)
         if names is None:
@@ -57,7 +69,10 @@ class Checkpoint:
         else:
             sources, ids = _match_by_name(saved, names, groups)
         for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
-            _check_structural(f"param group {g}", group, source, algorithms[group["algorithm"]])
+            keys = algorithms[group["algorithm"]].structural_keys
+            _check_structural(f"param group {g}", group, source, ("algorithm", *keys))
+            if not any_precision:
+                _check_precision(g, group, source)
         self.hyper_parameters = [
             {key: deepcopy(value) for key, value in source.items() if key not in _EXECUTION_KEYS}
             for source in sources
@@ -98,17 +113,21 @@ class Checkpoint:
                 f"{member.fqn} is on the meta device; call module.to_empty(device=...) before its "
                 "state is loaded"
             )
-        expected = {*member.state_dtypes, *(["step"] if counts_steps else [])}
+        expected = {*member.views, *(["step"] if counts_steps else [])}
         if set(state) != expected:
             raise ValueError(
                 f"{member.fqn}: expected state {sorted(expected)}, got {sorted(state)}; "
-                "the checkpoint was written by another algorithm"
+                "the checkpoint was written by another algorithm, or in another precision: for "
+                f"that {CURE}"
             )
+        for key in member.packed_keys():
+            if getattr(state[key], "dtype", None) != member.views[key].dtype:
+                raise ValueError(
+                    f"{member.fqn}.{key}: expected {member.views[key].dtype}, got "
+                    f"{getattr(state[key], 'dtype', state[key])!r}"
+                )
         return LoadedState(
-            {
-                key: member.shard.values(state[key], f"{member.fqn}.{key}")
-                for key in member.state_dtypes
-            },
+            {key: member.values(state[key], key) for key in member.views},
             float(state["step"]) if counts_steps else 0.0,
         )
 
@@ -178,14 +197,27 @@ def _names(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[li
 
 
 def _check_structural(
-    where: str, group: dict[str, Any], source: dict[str, Any], algorithm: Algorithm
+    where: str, group: dict[str, Any], source: dict[str, Any], keys: tuple[str, ...]
 ) -> None:
-    for key in ("algorithm", *algorithm.structural_keys):
+    for key in keys:
         # A checkpoint of torch's own optimizers has no key that torch does not know.
         if key in source and _comparable(source[key]) != _comparable(group[key]):
             raise ValueError(
                 f"{where}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
                 "build the optimizer with the saved value"
+            )
+
+
+def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
+    for key in PRECISION_KEYS:
+        if key in source and source[key] != group[key]:
+            _, fqn = next(named(group, f"param group {g}"), (None, f"param group {g}"))
+            cure = CURE
+            if key == "states_format" and source[key] and group[key]:
+                cure = "resume with the version that wrote it, and convert to 32 bits there"
+            raise ValueError(
+                f"{fqn}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
+                f"{cure}"
             )
 
 

@@ -17,10 +17,12 @@ from sharding.exchange import Exchange
 from sharding.ownership import OwnerPlan, plan_owners
 from sharding.structure import FullMatrix, Unit
 from sharding.units import UnitSpec
-from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch
-from vfsdp_optim.nonfinite import Skip
+from vfsdp_optim.algorithm import MatrixAlgorithm
+from vfsdp_optim.nonfinite import Skip, undo
 from vfsdp_optim.runs import Member
+from vfsdp_optim.scratch import Scratch
 from vfsdp_optim.shards import ParamShard, Ranks
+from vfsdp_optim.weights import MASTER
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,6 +37,7 @@ class Job:
         unit: the run of the flattened parameter.
         start: where the local elements of the unit start in the local piece of the parameter.
         numel: how many of its elements are local.
+        scratch: working memory.
     """
 
     member: Member
@@ -44,6 +47,7 @@ class Job:
     unit: Unit
     start: int
     numel: int
+    scratch: Scratch
 
     @property
     def cost(self) -> int:
@@ -58,9 +62,13 @@ class Job:
     def write_input(self, grad: Tensor, out: Tensor) -> None:
         """Write the input of the local elements; `grad` is the local gradient of the parameter,
         1-D."""
-        here = slice(self.start, self.start + self.numel)
-        states = {key: state[here] for key, state in self.member.states.items()}
-        self.algorithm.write_input(self.group, grad[here], states, out)
+        start, stop = self.start, self.start + self.numel
+        # Of what is kept, rounding of states included: so it does not depend on where units lie.
+        states = {
+            key: state.read(start, stop, self.scratch, f"read {key}")
+            for key, state in self.member.states.items()
+        }
+        self.algorithm.write_input(self.group, grad[start:stop], states, out)
 
     def update(self, inputs: Tensor, scratch: Scratch) -> Tensor:
         """Return the update of the whole unit, 1-D as its input is, in the same dtype.
@@ -88,16 +96,26 @@ class Job:
             # On the CPU, a + alpha * b in bfloat16 rounds in another way at the ends of a tensor
             # than inside; in float32, rounded once, it does not depend on where a shard is cut.
             update = update.float()
-        piece = param[self.start : self.start + self.numel]
-        if isinstance(skip, Tensor):
-            updated = piece.add(update, alpha=factor)
-            piece.copy_(torch.where(skip.to(piece.device), piece, updated))
-        else:
-            piece.add_(update, alpha=factor)
+        start, stop = self.start, self.start + self.numel
+        piece, rule = param[start:stop], self.member.weights
+        state = self.member.states.get(MASTER)
+        master = None if state is None else state.read(start, stop, self.scratch, MASTER)
+        written = [piece] if master is None else [piece, master]
+        kept = [tensor.clone() for tensor in written] if isinstance(skip, Tensor) else []
+        weights = rule.open(piece, master, self.scratch)
+        weights.add_(update, alpha=factor)
+        places = [self.member.place(start, stop, update=1)] if rule.draws else []
+        rule.close(piece, weights, places, self.scratch)
+        for old, new in zip(kept, written, strict=False):
+            undo(skip, old, new)
 
 
 def make_jobs(
-    member: Member, algorithm: MatrixAlgorithm, group: dict[str, Any], structure: FullMatrix
+    member: Member,
+    algorithm: MatrixAlgorithm,
+    group: dict[str, Any],
+    structure: FullMatrix,
+    scratch: Scratch,
 ) -> list[Job]:
     """Return one job for each unit of a parameter, the units this rank holds nothing of too."""
     _, (first, last) = member.shard.check_has_ranges(member.fqn)
@@ -105,7 +123,8 @@ def make_jobs(
     for unit in structure.units(member.param.shape):
         start = min(max(unit.start, first), last)
         stop = max(min(unit.start + unit.numel, last), start)
-        jobs.append(Job(member, algorithm, group, structure, unit, start - first, stop - start))
+        numel = stop - start
+        jobs.append(Job(member, algorithm, group, structure, unit, start - first, numel, scratch))
     return jobs
 
 

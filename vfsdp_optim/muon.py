@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix. The matrix part may travel to owner ranks."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from sharding.structure import FullMatrix
 from vfsdp_optim.adamw import AdamWAlgorithm
-from vfsdp_optim.algorithm import MatrixAlgorithm, Scratch, check_at_least_zero, check_state_dtype
+from vfsdp_optim.algorithm import MatrixAlgorithm, check_at_least_zero, check_state_dtype
 from vfsdp_optim.membership import named
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
@@ -24,6 +24,7 @@ from vfsdp_optim.newton_schulz import (
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
 from vfsdp_optim.qk_clip import QKHeads, clip
 from vfsdp_optim.runs import Run
+from vfsdp_optim.scratch import Scratch
 
 _KELLER = COEFFICIENTS["keller5"][0]
 
@@ -48,7 +49,6 @@ class MuonAlgorithm(MatrixAlgorithm):
 
     name = "muon"
     structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_dtype")
-    counts_steps = False
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**_DEFAULTS, **overrides})
@@ -89,6 +89,10 @@ class MuonAlgorithm(MatrixAlgorithm):
         except ValueError as error:
             raise ValueError(f"{fqn}: {error}") from None
 
+    def counts_steps(self, group: dict[str, Any]) -> bool:
+        """Return whether weights are rounded by chance, which depends on the step."""
+        return bool(group["stochastic_rounding"])
+
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the momentum."""
         return ("momentum_buffer",)
@@ -100,7 +104,7 @@ class MuonAlgorithm(MatrixAlgorithm):
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update the momentum and decay the parameters, in place."""
         momentum, decay = group["momentum"], 1 - float(group["lr"]) * group["weight_decay"]
-        for param, grad, states in run.chunks():
+        for param, grad, states in run.chunks(scratch):
             buffer = states["momentum_buffer"]
             buffer.lerp_(grad.to(buffer.dtype), 1 - momentum)
             if decay != 1:
@@ -174,7 +178,18 @@ class Muon(StructuredOptimizer):
         adjust_lr_fn: "original" (None): lr * sqrt(max(1, rows / cols)); "match_rms_adamw":
             lr * 0.2 * sqrt(max(rows, cols)); of the logical matrix, never of a shard.
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
-        state_dtype: dtype of the momentum; None is the parameter's, as in torch.
+        state_dtype: dtype of the momentum; None is the parameter's, as in torch, or fp32 where one
+            of the next arguments is used.
+        states: "8bit" keeps the states of matrices of at least 4096 elements as 8-bit codes with
+            an fp32 scale for each 256: a quarter of the memory of fp32. Also a group key, as are
+            the four below, which hold for AdamW groups too.
+        keep_32bit: names of parameters whose states are not to be 8-bit; `param_groups` adds
+            embeddings and output heads.
+        unaligned: what to do where a shard starts inside a block of 256: "raise", or
+            "local_blocks": count blocks from there, which is not bitwise the unsharded run.
+        master_weights: update an fp32 copy of 16-bit parameters, the state `master`, and round it.
+        stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
+            proportion; the chance is the same at every world size.
         max_exchange_bytes: memory on a rank for the matrices that travel at a time; at most twice
             as much is reserved. Less means more exchanges, with less balanced work between.
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
@@ -207,10 +222,22 @@ class Muon(StructuredOptimizer):
         *,
         ns_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
+        states: str = "32bit",
+        keep_32bit: Iterable[str] = (),
+        unaligned: str = "raise",
+        master_weights: bool = False,
+        stochastic_rounding: bool = False,
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
+        precision: dict[str, Any] = dict(
+            states=states,
+            keep_32bit=keep_32bit,
+            unaligned=unaligned,
+            master_weights=master_weights,
+            stochastic_rounding=stochastic_rounding,
+        )
         algorithm = MuonAlgorithm(
             lr=lr,
             weight_decay=weight_decay,
@@ -222,11 +249,12 @@ class Muon(StructuredOptimizer):
             adjust_lr_fn=adjust_lr_fn,
             ns_dtype=ns_dtype,
             state_dtype=state_dtype,
+            **precision,
         )
         super().__init__(
             params,
             algorithm,
-            AdamWAlgorithm(),
+            AdamWAlgorithm(**precision),
             max_exchange_bytes=max_exchange_bytes,
             on_nonfinite=on_nonfinite,
             process_group=process_group,

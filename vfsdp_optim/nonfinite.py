@@ -102,6 +102,12 @@ class NonfiniteRule:
         )
 
 
+def undo(skip: Skip, old: Tensor, new: Tensor) -> None:
+    """Write `old` over `new` where `skip`, a flag on some device, is set."""
+    assert isinstance(skip, Tensor), "else nothing is written that has to be undone"
+    torch.where(skip.to(new.device), old, new, out=new)
+
+
 def _any_nonfinite(grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Tensor:
     """Return a 0-dim float32, 1 if some element is not finite, where the ranks can reduce it."""
     verdicts: list[Tensor] = []

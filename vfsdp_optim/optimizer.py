@@ -5,7 +5,6 @@ Touches local tensors; communicates once to compare plans, and in the exchange o
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +14,9 @@ from torch.optim.optimizer import ParamsT
 
 from sharding.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.agreement import check_agreement
-from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, Scratch
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
+from vfsdp_optim.conversion import converted
+from vfsdp_optim.layout import Layout, make_layout
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.matrices import (
     AbsentGradients,
@@ -29,35 +30,13 @@ from vfsdp_optim.matrices import (
 from vfsdp_optim.membership import check_current, check_kind, distinct, named
 from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan
-from vfsdp_optim.runs import Member, Span, find_spans
+from vfsdp_optim.precision import check_names, check_params, check_precision
+from vfsdp_optim.runs import Member
+from vfsdp_optim.scratch import Scratch
 from vfsdp_optim.shards import ParamShard, Ranks, local_tensor
-from vfsdp_optim.states import PlainFormat
 
 # With less, DeepSeek-V3's work on 1024 ranks is out of balance. Only what is needed is reserved.
 MAX_EXCHANGE_BYTES = 1 << 31
-
-
-@dataclass(slots=True)
-class _Layout:
-    """The parameters as the last step found them, and their state.
-
-    Attributes:
-        key: what the layout depends on besides memory addresses.
-        members: every parameter that has state.
-        spans: the same, by where they lie.
-        steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
-        counting: whether each member's algorithm counts steps.
-        peers: the ranks that hold members together, in the order of the groups.
-        matrices: the matrix part; None until the first step, because its slots take memory.
-    """
-
-    key: object
-    members: list[Member]
-    spans: list[Span]
-    steps: Tensor
-    counting: list[bool]
-    peers: list[Ranks]
-    matrices: list[LocalMatrices | ShardedMatrices] | None = None
 
 
 class StructuredOptimizer(torch.optim.Optimizer):
@@ -107,12 +86,12 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._replicas = None if process_group is None else Ranks.of_group(process_group)
         self._reset()
         super().__init__(params, dict(algorithm.defaults))
+        check_names(algorithm.defaults["keep_32bit"], self.param_groups, type(self).__name__)
 
     def _reset(self) -> None:
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._checked_plans: dict[Ranks, str] = {}
         self._scratch = Scratch()
-        self._format = PlainFormat()
 
     # ---------------------------------------------------------------- groups
 
@@ -135,7 +114,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 f"{sorted(self._algorithms)}; use vfsdp_optim.Muon for groups of both"
             )
         algorithm = self._algorithms[name]
+        own_names = group.get("keep_32bit", ())  # besides the constructor's, of other groups too
         algorithm.complete(group, where)
+        check_precision(group, where)
         if not isinstance(group["params"], Tensor | set):  # for which the base class has rules
             group["params"] = distinct(list(group["params"]), where)
         # The base class would give the group every key of `defaults`, other algorithms' too.
@@ -145,6 +126,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         finally:
             self.defaults = union
         try:
+            check_params(group, own_names, where)
             for param, fqn in named(group, where):
                 check_kind(param, fqn, whole_matrices=isinstance(algorithm, MatrixAlgorithm))
                 algorithm.check_param(group, param.shape, fqn)
@@ -247,6 +229,21 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return saved
 
     @torch.no_grad()
+    def convert_state_dict(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Return a saved state in the precision of this optimizer, for `load_state_dict`.
+
+        Moments in 32 bits become 8-bit codes where this optimizer keeps codes, and the reverse;
+        what is in its precision already is passed on. A master copy that is missing is made of the
+        parameters. Takes state dicts of torch's AdamW and of bitsandbytes' too. A collective where
+        tensors are cut in another layout than here.
+
+        Raises:
+            ValueError: the state does not fit in another way than by its precision.
+        """
+        members = self._current_layout().members
+        return converted(state_dict, self.param_groups, self._algorithms, members)
+
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Copy a `state_dict()` into the state; all checks come before the first write.
 
@@ -278,20 +275,19 @@ class StructuredOptimizer(torch.optim.Optimizer):
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
             group.update(loaded)
         if any(
-            tensor.dtype != member.states[key].dtype
+            tensor.dtype != member.views[key].dtype
             for member in layout.members
             for key, tensor in values[member.number].states.items()
         ):
             for member in layout.members:
-                loaded_states = values[member.number].states
-                self._states[member.param] = {
-                    key: member.shard.view(tensor) for key, tensor in loaded_states.items()
-                }
+                for key, tensor in values[member.number].states.items():
+                    if tensor.dtype != member.views[key].dtype:
+                        self._states[member.param][key] = member.shard.view(tensor)
             self._layout = None
             layout = self._current_layout()
         for member in layout.members:
             value = values[member.number]
-            for key, target in member.states.items():
+            for key, target in member.parts().items():
                 source = value.states.get(key)
                 target.zero_() if source is None else target.copy_(source)
             layout.steps[member.number] = value.step
@@ -339,7 +335,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     @staticmethod
     def _absent(
-        layout: _Layout, matrices: list[LocalMatrices | ShardedMatrices], grads: list[Tensor | None]
+        layout: Layout, matrices: list[LocalMatrices | ShardedMatrices], grads: list[Tensor | None]
     ) -> AbsentGradients | None:
         """Put zeros for gradients that other ranks may have."""
         members = [
@@ -351,7 +347,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         ]
         return AbsentGradients(members, grads, layout.steps) if members else None
 
-    def _decide(self, layout: _Layout, grads: list[Tensor | None]) -> Skip:
+    def _decide(self, layout: Layout, grads: list[Tensor | None]) -> Skip:
         """Return whether on_nonfinite leaves the step out, or raise."""
         rule = self._nonfinite
         if rule.choice == "ignore":
@@ -368,7 +364,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             raise rule.error(names, layout.peers)
         return skip
 
-    def _update_runs(self, layout: _Layout, grads: list[Tensor | None], skip: Skip) -> None:
+    def _update_runs(self, layout: Layout, grads: list[Tensor | None], skip: Skip) -> None:
         """Do the element-wise part of every group."""
         advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
         self._nonfinite.count(skip, layout.steps, torch.tensor(advance, dtype=torch.float32))
@@ -385,6 +381,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _algorithm(self, member: Member) -> Algorithm:
         return self._algorithms[self.param_groups[member.group]["algorithm"]]
 
+    def _structural_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        return *PRECISION_KEYS, "keep_32bit", *self._algorithms[group["algorithm"]].structural_keys
+
     def _has_state(self, param: Tensor) -> bool:
         # torch steps whatever has a gradient, and keeps the state of what was frozen later.
         return param.requires_grad or param.grad is not None or param in self._states
@@ -392,58 +391,25 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _layout_key(self) -> object:
         return [
             (
-                [repr(group[key]) for key in self._algorithms[group["algorithm"]].structural_keys],
+                [repr(group[key]) for key in self._structural_keys(group)],
                 [(id(p), self._has_state(p)) for p in group["params"]],
             )
             for group in self.param_groups
         ]
 
-    def _current_layout(self) -> _Layout:
+    def _current_layout(self) -> Layout:
         """Return the layout, made again if parameters came, went or moved to other memory."""
         self._nonfinite.settle()
         layout, key = self._layout, self._layout_key()
         if layout is None or layout.key != key or any(m.moved for m in layout.members):
-            layout = self._layout = self._make_layout()
+            layout, self._states = make_layout(
+                self.param_groups, self._algorithms, self._replicas, self._states, self._has_state
+            )
+            self._layout = layout
             layout.key = self._layout_key()  # parameters have state from here on
         return layout
 
-    @torch.no_grad()
-    def _make_layout(self) -> _Layout:
-        """Find the spans, allocate their state and copy what state there was."""
-        members: list[Member] = []
-        for g, group in enumerate(self.param_groups):
-            keys = self._algorithms[group["algorithm"]].state_keys(group)
-            for param, fqn in named(group, f"group {g}"):
-                if self._has_state(param):
-                    dtypes = _state_dtypes(keys, group, param, self._old_state(param))
-                    shard = ParamShard.of(param, fqn, self._replicas)
-                    members.append(Member(shard, fqn, g, len(members), dtypes))
-        # A rank may hold nothing of a parameter; its state exists, and no step touches it.
-        spans = [span for span in find_spans(members, lambda _: self._format) if span.numel]
-        counting = [self._algorithm(member).counts_steps for member in members]
-        steps = torch.zeros(len(members), dtype=torch.float32)
-        states: defaultdict[Tensor, Any] = defaultdict(dict)
-        for member in members:
-            old = self._old_state(member.param)
-            state = states[member.param]
-            if counting[member.number]:
-                steps[member.number] = float(old.get("step", 0.0))
-                state["step"] = steps[member.number]
-            for key, piece in member.states.items():
-                if key in old:
-                    piece.copy_(member.shard.values(old[key], f"{member.fqn}.{key}"))
-                state[key] = member.shard.view(piece)
-        self._states = states
-        peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
-        return _Layout(None, members, spans, steps, counting, peers)
-
-    def _old_state(self, param: Tensor) -> dict[str, Any]:
-        """Return the state to carry over; none that was seen before the parameter had memory."""
-        state: dict[str, Any] = self._states.get(param, {})
-        on_meta = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
-        return {} if on_meta else state
-
-    def _jobs(self, layout: _Layout) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
+    def _jobs(self, layout: Layout) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
         """Return matrix units by (ranks, dtype on the wire); by None what no other rank holds."""
         jobs: dict[tuple[Ranks, torch.dtype] | None, list[Job]] = {}
         for member in layout.members:
@@ -454,10 +420,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 key = None
                 if member.shard.ranks is not None:
                     key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
-                jobs.setdefault(key, []).extend(make_jobs(member, algorithm, group, structure))
+                made = make_jobs(member, algorithm, group, structure, self._scratch)
+                jobs.setdefault(key, []).extend(made)
         return jobs
 
-    def _current_matrices(self, layout: _Layout) -> list[LocalMatrices | ShardedMatrices]:
+    def _current_matrices(self, layout: Layout) -> list[LocalMatrices | ShardedMatrices]:
         """Return the matrix part; the first call for a layout compares it between ranks."""
         if layout.matrices is None:
             check_agreement(
@@ -479,15 +446,6 @@ class StructuredOptimizer(torch.optim.Optimizer):
         return layout.matrices
 
     def _structure_of(self, member: Member) -> str:
-        """Return the group keys that a member's matrices follow from, as text."""
+        """Return the group keys that a member's matrices and states follow from, as text."""
         group = self.param_groups[member.group]
-        keys = self._algorithms[group["algorithm"]].structural_keys
-        return " ".join(f"{key}={group[key]!r}" for key in keys)
-
-
-def _state_dtypes(
-    keys: tuple[str, ...], group: dict[str, Any], param: Tensor, old: dict[str, Any]
-) -> dict[str, torch.dtype]:
-    """Return state dtypes: of existing state, else as the group says, else the parameter's."""
-    chosen = group.get("state_dtype") or param.dtype
-    return {key: old[key].dtype if key in old else chosen for key in keys}
+        return " ".join(f"{key}={group[key]!r}" for key in self._structural_keys(group))

@@ -29,6 +29,7 @@ class PlanRow:
         moved_bytes: bytes that travel for it in one step, to owners and back, all ranks together.
         saved_bytes: bytes that would travel for its resident units if they were cut evenly over
             all ranks, as rows are by torch's fully_shard.
+        states: how its states are kept, "32bit" or "8bit".
     """
 
     fqn: str
@@ -41,6 +42,7 @@ class PlanRow:
     scale: float | None = 1.0
     moved_bytes: int = 0
     saved_bytes: int = 0
+    states: str = "32bit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,8 @@ class OptimizerPlan:
         table.add_column("parameter", f"{len(self.rows)} parameters")
         table.add_column("shape")
         table.add_column("algorithm")
+        packed = sum(row.states == "8bit" for row in self.rows)
+        table.add_column("states", f"{packed} in 8 bits" if packed else "")
         table.add_column("matrices", f"skew {self.skew:.2f}" if self.loads else "")
         table.add_column("resident", str(resident), justify="right")
         table.add_column("owned", f"{owned} in {self.waves} waves", justify="right")
@@ -97,6 +101,7 @@ class OptimizerPlan:
                 row.fqn,
                 "x".join(map(str, row.shape)),
                 row.algorithm,
+                row.states,
                 row.matrices,
                 str(row.resident) if row.matrices else "",
                 str(row.owned) if row.matrices else "",
@@ -123,7 +128,7 @@ def make_plan(
     """Return the plan; `jobs_by_ranks` has one list of units for each set of ranks and
     wire dtype."""
     rows = {
-        m.number: PlanRow(m.fqn, tuple(m.param.shape), a)
+        m.number: PlanRow(m.fqn, tuple(m.param.shape), a, states=_states(m))
         for m, a in zip(members, algorithms, strict=True)
     }
     loads: list[int] = []
@@ -174,7 +179,13 @@ def _row(jobs: Sequence[Job], plan: OwnerPlan, indices: Sequence[int]) -> PlanRo
         scale=scales.pop() if len(scales) == 1 else None,
         moved_bytes=moved * itemsize,
         saved_bytes=saved * itemsize,
+        states=_states(first.member),
     )
+
+
+def _states(member: Member) -> str:
+    names = {state_format.name for state_format in member.formats.values()}
+    return "8bit" if "8bit" in names else "32bit"
 
 
 def _matrices(jobs: Sequence[Job]) -> str:

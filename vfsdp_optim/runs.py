@@ -11,20 +11,28 @@ when every parameter in it has a gradient, the gradients lie like the parameters
 same number of steps; else it is cut into the longest runs for which that holds.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from sharding.names import plain_names
 from sharding.planner import ALIGN
-from vfsdp_optim.nonfinite import Skip
+from vfsdp_optim.nonfinite import Skip, undo
+from vfsdp_optim.scratch import Scratch
 from vfsdp_optim.shards import ParamShard
-from vfsdp_optim.states import StateFormat
+from vfsdp_optim.states import State, StateFormat
+from vfsdp_optim.weights import MASTER, Place, WeightRule, stream_of
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
 _CHUNK = 1 << 19
+# The same where states are decoded first: with the codec's working memory, in a smaller cache.
+_PACKED_CHUNK = 1 << 17
+# Elements of packed states that other devices decode at a time: some working memory, long kernels.
+_DEVICE_CHUNK = 1 << 22
 # Elements of a run whose old values are kept until a device has decided between old and new.
 _KEPT_CHUNK = 1 << 24
 
@@ -38,29 +46,44 @@ class Member:
         fqn: its name, or its place in the groups.
         group: index of its group.
         number: index among all members.
-        state_dtypes: state key -> dtype.
+        formats: state key -> how the state is kept.
+        weights: how updates reach the parameter.
         numel: elements on this rank.
         pointer: address of those elements when the span was found.
         device: where they were then.
+        first: where those elements start in the flattened parameter.
+        step: number of the step it takes, where weights are rounded by chance.
         start: offset in the span.
-        states: state key -> 1-D piece of the span's flat tensor.
+        states: state key -> piece of the span's state.
+        views: keys of `Optimizer.state` -> what users see there of `states`.
     """
 
     shard: ParamShard
     fqn: str
     group: int
     number: int
-    state_dtypes: dict[str, torch.dtype]
+    formats: dict[str, StateFormat]
+    weights: WeightRule
     numel: int = 0
     pointer: int = 0
     device: torch.device | None = None
+    first: int = 0
+    step: float = 0.0
     start: int = 0
-    states: dict[str, Tensor] = field(default_factory=dict)
+    states: dict[str, State] = field(default_factory=dict)
+    views: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Note where the parameter lies."""
         self.numel, self.pointer = self.shard.tensor.numel(), self.shard.data_ptr()
         self.device = self.param.device
+        self.first = self.shard.bounds[0] if self.shard.bounds else 0
+
+    def place(self, start: int, stop: int, *, update: int, at: int = 0) -> Place:
+        """Return which elements of the parameter its local elements start:stop are, for numbers
+        that begin at position `at`; see [Note: random rounding]."""
+        stream = stream_of(plain_names([self.fqn])[0], self.step, update)
+        return Place(at, stop - start, stream, self.first + start)
 
     @property
     def param(self) -> Tensor:
@@ -75,6 +98,32 @@ class Member:
         # Without memory, empty or on meta, there is no address to tell.
         return self.pointer == 0 and self.param.device != self.device
 
+    def parts(self) -> dict[str, Tensor]:
+        """Return the local memory of the states, 1-D, by the keys of `views`."""
+        return {
+            key + suffix: part
+            for key, state in self.states.items()
+            for suffix, part in state.parts().items()
+        }
+
+    def values(self, value: Any, key: str) -> Tensor:
+        """Return the elements of a loaded state, one of `views`, that belong to this rank, 1-D.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `ParamShard.values`.
+        """
+        what = f"{self.fqn}.{key}"
+        return ParamShard.of(self.views[key], what).values(value, what)
+
+    def packed_keys(self) -> list[str]:
+        """Return the keys of `views` whose tensors have a fixed dtype."""
+        return [
+            key + suffix
+            for key, state in self.states.items()
+            if state.packed
+            for suffix in state.parts()
+        ]
+
     def open(self) -> Tensor:
         """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
         return self.shard.tensor.reshape(-1)
@@ -87,11 +136,11 @@ class Member:
 
     def kept(self) -> list[Tensor]:
         """Return copies of the local elements and of their states, for `restore`."""
-        return [tensor.clone() for tensor in (self.shard.tensor, *self.states.values())]
+        return [tensor.clone() for tensor in (self.shard.tensor, *self.parts().values())]
 
     def restore(self, kept: Sequence[Tensor]) -> None:
         """Write back what `kept` returned."""
-        held = (self.shard.tensor, *self.states.values())
+        held = (self.shard.tensor, *self.parts().values())
         for tensor, old in zip(held, kept, strict=True):
             tensor.copy_(old)
 
@@ -124,47 +173,80 @@ class Run:
     members: Sequence[Member]
     param: Tensor
     grad: Tensor
-    states: dict[str, Tensor]
+    states: dict[str, State]
     gaps: tuple[tuple[int, int], ...]
     step: float
     skip: Skip = False
 
-    def chunks(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        """Yield (param, grad, states) in pieces that fit a CPU's caches; elsewhere all at once.
+    def chunks(self, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield (weights, grad, states) in pieces that fit a CPU's caches; elsewhere longer ones.
 
-        Where `skip` is set, what was written to a piece is undone when the next is asked for.
+        Weights are the parameter, or fp32 numbers in its place; states that are kept as codes are
+        numbers. What is written to a piece, in place, is kept when the next is asked for; where
+        `skip` is set it is undone then.
         """
-        for param, grad, states in self._pieces():
-            if not isinstance(self.skip, Tensor):
-                yield param, grad, states
-                continue
-            written = (param, *states.values())
-            kept = [tensor.clone() for tensor in written]
-            yield param, grad, states
-            skip = self.skip.to(param.device)
-            for old, new in zip(kept, written, strict=True):
-                torch.where(skip, old, new, out=new)
+        rule = self.members[0].weights
+        for start, stop in self._pieces():
+            param, grad, states = self._piece(start, stop)
+            written = [param]
+            if isinstance(self.skip, Tensor):
+                written += (part for state in states.values() for part in state.parts().values())
+            kept = [tensor.clone() for tensor in written] if isinstance(self.skip, Tensor) else []
+            numbers = {key: state.open(scratch, key) for key, state in states.items()}
+            weights = rule.open(param, numbers.get(MASTER), scratch)
+            yield weights, grad, numbers
+            for key, state in states.items():
+                if state.packed:
+                    state.close(numbers[key], self._gaps_in(start, stop), scratch)
+            rule.close(param, weights, self._places(start, stop) if rule.draws else (), scratch)
+            for old, new in zip(kept, written, strict=False):
+                undo(self.skip, old, new)
 
-    def _pieces(self) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
-        on_cpu = self.param.device.type == "cpu"
-        size = _CHUNK * torch.get_num_threads() if on_cpu else _KEPT_CHUNK
-        whole = not on_cpu and not isinstance(self.skip, Tensor)
-        if whole or self.param.numel() <= size:
-            yield self.param, self.grad, self.states
-            return
-        pieces = -(-self.param.numel() // size)
-        size = -(-self.param.numel() // pieces)  # all alike: a call on a short rest costs as much
-        columns = [tensor.split(size) for tensor in self.states.values()]
-        for param, grad, *states in zip(
-            self.param.split(size), self.grad.split(size), *columns, strict=True
-        ):
-            yield param, grad, dict(zip(self.states, states, strict=True))
+    def _piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, dict[str, State]]:
+        if (start, stop) == (0, self.param.numel()):
+            return self.param, self.grad, self.states
+        states = {key: state.narrow(start, stop) for key, state in self.states.items()}
+        return self.param[start:stop], self.grad[start:stop], states
+
+    def _pieces(self) -> Iterator[tuple[int, int]]:
+        numel, packed = self.param.numel(), any(s.packed for s in self.states.values())
+        if self.param.device.type == "cpu":
+            size = (_PACKED_CHUNK if packed else _CHUNK) * torch.get_num_threads()
+        elif packed:
+            size = _DEVICE_CHUNK
+        else:
+            size = _KEPT_CHUNK if isinstance(self.skip, Tensor) else numel
+        pieces = -(-numel // size)
+        size = -(-numel // pieces)  # all alike: a call on a short rest costs as much
+        size = -(-size // ALIGN) * ALIGN  # whole blocks
+        for start in range(0, numel, size):
+            yield start, min(start + size, numel)
+
+    def _gaps_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the padding in elements start:stop, counted from `start`."""
+        return [
+            (max(a, start) - start, min(b, stop) - start)
+            for a, b in self.gaps
+            if a < stop and b > start
+        ]
+
+    def _places(self, start: int, stop: int) -> list[Place]:
+        """Return which elements of which parameters start:stop are."""
+        origin = self.members[0].start
+        places = []
+        for member in self.members:
+            begin = member.start - origin
+            a, b = max(begin, start), min(begin + member.numel, stop)
+            if a < b:
+                places.append(member.place(a - begin, b - begin, update=0, at=a - start))
+        return places
 
     def clear_gaps(self) -> None:
         """Zero the padding of parameters and states again, after an update that wrote it."""
         for start, stop in self.gaps:
-            for tensor in (self.param, *self.states.values()):
-                tensor[start:stop].zero_()
+            self.param[start:stop].zero_()
+            for state in self.states.values():
+                state.clear(start, stop)
 
     def store(self) -> None:
         """Write back the parameter where `param` is a copy of it."""
@@ -187,25 +269,30 @@ class _Cut:
     gaps: tuple[tuple[int, int], ...]
     members: Sequence[Member]
     param: Tensor | None
-    states: dict[str, Tensor]
+    states: dict[str, State]
 
 
 class Span:
     """Parameters that lie together, and their flat state. See [Note: spans and runs]."""
 
-    def __init__(self, members: list[Member], state_format: StateFormat) -> None:
+    def __init__(self, members: list[Member]) -> None:
         self.members = members
         self.group = members[0].group
         self.numel = members[-1].start + members[-1].numel
         device = members[0].param.device
         self.states = {
-            key: state_format.allocate(self.numel, dtype, device)
-            for key, dtype in members[0].state_dtypes.items()
+            key: state_format.allocate(self.numel, device)
+            for key, state_format in members[0].formats.items()
         }
         for member in members:
-            member.states = {
-                key: flat[member.start : member.start + member.numel]
-                for key, flat in self.states.items()
+            stop = member.start + member.numel
+            member.states = {k: s.narrow(member.start, stop) for k, s in self.states.items()}
+            member.views = {
+                key + suffix: view
+                for key, state in member.states.items()
+                for suffix, view in member.formats[key]
+                .views(state, member.shard, member.fqn)
+                .items()
             }
         self._key: list[tuple[int, float, torch.dtype] | None] = []
         self._cuts: list[_Cut] = []
@@ -221,10 +308,12 @@ class Span:
             skip: of every run.
         """
         for cut, grad in self._cuts_and_gradients(grads, steps):
-            param = cut.param
-            if param is None:
-                param = self.members[cut.first].open()
-            step = steps[self.members[cut.first].number]
+            first = cut.members[0]
+            param = first.open() if cut.param is None else cut.param
+            step = steps[first.number]
+            if first.weights.draws:
+                for member in cut.members:
+                    member.step = step
             yield Run(self.group, cut.members, param, grad, cut.states, cut.gaps, step, skip)
 
     def gradients(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Tensor]:
@@ -291,7 +380,7 @@ class Span:
                 param = members[0].open() if len(members) > 1 else None
                 if param is not None:
                     param = param.as_strided((stop - start,), (1,), param.storage_offset())
-                states = {key: flat[start:stop] for key, flat in self.states.items()}
+                states = {key: flat.narrow(start, stop) for key, flat in self.states.items()}
                 cuts.append(_Cut(first, last, start, stop, gaps, members, param, states))
             first = last
         return cuts
@@ -321,7 +410,7 @@ def _reaches(grad: Tensor | None, numel: int) -> bool:
     return grad.is_contiguous() and numel <= available
 
 
-def find_spans(members: Sequence[Member], format_of: Callable[[Member], StateFormat]) -> list[Span]:
+def find_spans(members: Sequence[Member]) -> list[Span]:
     """Sort members into spans and allocate their state. See [Note: spans and runs]."""
     alone = [m for m in members if not _can_join(m)]
     packed = sorted(
@@ -336,7 +425,7 @@ def find_spans(members: Sequence[Member], format_of: Callable[[Member], StateFor
         else:
             chains.append([member])
             open_chain = True
-    return [Span(chain, format_of(chain[0])) for chain in chains]
+    return [Span(chain) for chain in chains]
 
 
 def _can_join(member: Member) -> bool:
@@ -351,11 +440,13 @@ def _follows(chain: list[Member], member: Member) -> bool:
     alike = (
         last.group == member.group
         and a.dtype == b.dtype
-        and last.state_dtypes == member.state_dtypes
+        and last.formats == member.formats
         and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
     )
-    offset = int(b.storage_offset() - a.storage_offset())
+    start = last.start + int(b.storage_offset() - a.storage_offset())
     if not alike or b.storage_offset() not in (end, -(-end // ALIGN) * ALIGN):
         return False
-    member.start = last.start + offset
+    if any(start % state_format.unit for state_format in member.formats.values()):
+        return False
+    member.start = start
     return True

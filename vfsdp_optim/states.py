@@ -1,27 +1,244 @@
-"""Where optimizer state lives: flat tensors, in a format."""
+"""Where optimizer state lives: flat tensors of numbers or of codes, and what users see of them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+
+from sharding.placement import Runs, placement_from_runs
+from sharding.ragged_tensor import RaggedDTensor
+from vfsdp_optim.block_codec import BLOCK, DynamicMap, block_count, dynamic_map
+from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.shards import ParamShard
+
+CODES, ABSMAX = ".codes", ".absmax"  # added to the key of a state
 
 
+class State(ABC):
+    """One state of a run of elements, as it lies in memory.
+
+    Attributes:
+        numel: elements; memory may round them up.
+        packed: whether numbers are made of `parts` by `open`, and the reverse by `close`.
+    """
+
+    numel: int
+    packed: ClassVar[bool]
+
+    @abstractmethod
+    def parts(self) -> dict[str, Tensor]:
+        """Return the 1-D tensors that hold it, by what is added to the state's key."""
+
+    @abstractmethod
+    def narrow(self, start: int, stop: int) -> "State":
+        """Return elements start:stop, in the same memory; `start` is a multiple of the unit."""
+
+    @abstractmethod
+    def open(self, scratch: Scratch, purpose: str) -> Tensor:
+        """Return the numbers, 1-D: to be written to until `close`."""
+
+    @abstractmethod
+    def close(self, numbers: Tensor, gaps: Iterable[tuple[int, int]], scratch: Scratch) -> None:
+        """Keep what was written to the result of `open`; `gaps` are ranges of padding."""
+
+    @abstractmethod
+    def read(self, start: int, stop: int, scratch: Scratch, purpose: str) -> Tensor:
+        """Return numbers start:stop, 1-D, only to be read."""
+
+    @abstractmethod
+    def clear(self, start: int, stop: int) -> None:
+        """Zero the padding start:stop."""
+
+
+@dataclass(frozen=True, slots=True)
 class StateFormat(ABC):
     """How one state of a run of parameters is kept in memory."""
 
     name: ClassVar[str]
+    unit: ClassVar[int]  # elements that a cut must be a multiple of
 
     @abstractmethod
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the zero state of `numel` elements: 1-D, to be cut into views of any range."""
+    def allocate(self, numel: int, device: torch.device) -> State:
+        """Return the zero state of `numel` elements."""
+
+    @abstractmethod
+    def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
+        """Return the parts of the state of a parameter as users see them.
+
+        Raises:
+            NotImplementedError: for this layout there is no such view; the error names `fqn`.
+        """
 
 
+@dataclass(frozen=True, slots=True)
 class PlainFormat(StateFormat):
-    """One number an element, in the dtype asked for: what torch's optimizers keep."""
+    """One number an element, in one dtype: what torch's optimizers keep."""
 
-    name = "32bit"
+    dtype: torch.dtype
+    name: ClassVar[str] = "32bit"
+    unit: ClassVar[int] = 1
 
-    def allocate(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    def allocate(self, numel: int, device: torch.device) -> "PlainState":
         """Return `numel` zeros."""
-        return torch.zeros(numel, dtype=dtype, device=device)
+        return PlainState(torch.zeros(numel, dtype=self.dtype, device=device))
+
+    def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
+        """Return the state laid out as the parameter is."""
+        return {"": shard.view(state.parts()[""])}
+
+
+class PlainState(State):
+    """A tensor."""
+
+    packed = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor  # (numel,)
+        self.numel = tensor.numel()
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the tensor."""
+        return {"": self.tensor}
+
+    def narrow(self, start: int, stop: int) -> "PlainState":
+        """Return a view."""
+        return PlainState(self.tensor[start:stop])
+
+    def open(self, scratch: Scratch, purpose: str) -> Tensor:
+        """Return the tensor itself."""
+        return self.tensor
+
+    def close(self, numbers: Tensor, gaps: Iterable[tuple[int, int]], scratch: Scratch) -> None:
+        """Do nothing: it was written in place."""
+
+    def read(self, start: int, stop: int, scratch: Scratch, purpose: str) -> Tensor:
+        """Return a view."""
+        return self.tensor[start:stop]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Write zeros."""
+        self.tensor[start:stop].zero_()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockFormat(StateFormat):
+    """8-bit codes in blocks of 256 elements with fp32 scales; see block_codec.py.
+
+    A parameter has its own blocks, from its first element on; the last one may be in part padding.
+    """
+
+    signed: bool
+    name: ClassVar[str] = "8bit"
+    unit: ClassVar[int] = BLOCK
+
+    def allocate(self, numel: int, device: torch.device) -> "BlockState":
+        """Return zero codes and zero scales."""
+        blocks = block_count(numel)
+        codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
+        return BlockState(codes, torch.zeros(blocks, device=device), self.signed, numel)
+
+    def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
+        """Return codes (blocks, 256) and scales (blocks,), cut where the parameter is."""
+        parts, runs = state.parts(), block_runs(shard, fqn)
+        codes = parts[CODES].view(-1, BLOCK)
+        return {
+            CODES: _cut(codes, runs, shard, fqn),
+            ABSMAX: _cut(parts[ABSMAX], runs, shard, fqn),
+        }
+
+
+class BlockState(State):
+    """Codes and scales.
+
+    Args:
+        codes: (256 n,) uint8.
+        absmax: (n,) float32.
+        signed: which map the codes are of.
+        numel: elements that count.
+    """
+
+    packed = True
+
+    def __init__(self, codes: Tensor, absmax: Tensor, signed: bool, numel: int) -> None:
+        self.codes, self.absmax, self.signed, self.numel = codes, absmax, signed, numel
+
+    @property
+    def map(self) -> DynamicMap:
+        """The map that the codes are of."""
+        return dynamic_map(self.signed, self.codes.device)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return codes and scales."""
+        return {CODES: self.codes, ABSMAX: self.absmax}
+
+    def narrow(self, start: int, stop: int) -> "BlockState":
+        """Return whole blocks, the last one perhaps in part."""
+        first, last = start // BLOCK, block_count(stop)
+        codes = self.codes[first * BLOCK : last * BLOCK]
+        return BlockState(codes, self.absmax[first:last], self.signed, stop - start)
+
+    def open(self, scratch: Scratch, purpose: str) -> Tensor:
+        """Decode into working memory."""
+        numbers = scratch.take(self.codes.numel(), torch.float32, self.codes.device, purpose)
+        self.map.decode(self.codes, self.absmax, numbers, scratch)
+        return numbers[: self.numel]
+
+    def close(self, numbers: Tensor, gaps: Iterable[tuple[int, int]], scratch: Scratch) -> None:
+        """Encode. `numbers`, which is overwritten, is what `open` returned or as long."""
+        whole = numbers.as_strided((self.codes.numel(),), (1,), numbers.storage_offset())
+        # Smallest codes stand for more than 0: padding would keep what is left of old scales.
+        for start, stop in (*gaps, (self.numel, self.codes.numel())):
+            if stop > start:
+                whole[start:stop].zero_()
+        self.map.encode(whole, self.codes, self.absmax, scratch)
+
+    def read(self, start: int, stop: int, scratch: Scratch, purpose: str) -> Tensor:
+        """Decode the blocks that hold the elements."""
+        first = start // BLOCK * BLOCK
+        return self.narrow(first, stop).open(scratch, purpose)[start - first :]
+
+    def clear(self, start: int, stop: int) -> None:
+        """Do nothing: `close` has done it."""
+
+
+def block_runs(shard: ParamShard, fqn: str) -> Runs:
+    """Return how many blocks each shard of a parameter has, as (blocks, number of shards).
+
+    Raises:
+        NotImplementedError: shards are no ranges of the parameter.
+    """
+    all_bounds, _ = shard.check_has_ranges(fqn)
+    if isinstance(shard.param, RaggedDTensor):
+        whole = shard.param.placement.runs_of_blocks(shard.param.numel(), BLOCK)
+        if whole is not None:
+            return whole
+    counts = (block_count(stop - start) for start, stop in all_bounds)
+    return tuple((count, sum(1 for _ in alike)) for count, alike in groupby(counts))
+
+
+def _cut(rows: Tensor, runs: Runs, shard: ParamShard, fqn: str) -> Tensor:
+    """Return local rows, one for each block, as the piece of a tensor that is cut as `shard`."""
+    param, dims = shard.param, tuple(range(rows.dim()))
+    if not isinstance(param, DTensor):
+        return rows
+    mesh, placements = param.device_mesh, param.placements
+    shape = torch.Size((sum(count * shards for count, shards in runs), *rows.shape[1:]))
+    cut = [
+        axis
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(axis) > 1
+    ]
+    if not isinstance(param, RaggedDTensor) and not cut:
+        return DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim, shape=shape)
+    if not isinstance(param, RaggedDTensor) and (cut != [mesh.ndim - 1] or mesh.ndim > 2):
+        raise NotImplementedError(
+            f"{fqn}: 8-bit states of a parameter with placements {placements} on {mesh!r} are not "
+            "supported; shard with vfsdp_optim.fully_shard, or name it in keep_32bit"
+        )
+    placement = placement_from_runs(dims, runs, shape[1:].numel())
+    return RaggedDTensor.from_local(rows.reshape(-1), mesh, placement, shape)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from sharding.ragged_tensor import RaggedDTensor
 from sharding.structure import Elementwise, Structure
 from vfsdp_optim.adamw import AdamWAlgorithm
-from vfsdp_optim.algorithm import Algorithm, Scratch
+from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.matrices import ShardedMatrices
 from vfsdp_optim.muon import MuonAlgorithm
 from vfsdp_optim.newton_schulz import orthogonalize
 from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.runs import Run
+from vfsdp_optim.scratch import Scratch
 
 
 def make_groups(module: nn.Module, *, muon: bool) -> list[dict[str, Any]]:
@@ -74,7 +75,7 @@ class NewtonSchulzOnTheLocalShard(MuonAlgorithm):
             cols = member.param.shape[1]
             start = member.start - run.members[0].start
             rows = slice(start, start + member.numel // cols * cols)
-            update = orthogonalize(run.states["momentum_buffer"][rows].view(-1, cols))
+            update = orthogonalize(run.states["momentum_buffer"].tensor[rows].view(-1, cols))
             run.param[rows].sub_(update.reshape(-1), alpha=group["lr"])
 
 
@@ -113,7 +114,7 @@ class QuantizationBlocksFromTheShardsStart(MuonAlgorithm):
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         super().update_run(group, run, scratch)
-        for block in run.states["momentum_buffer"].split(64):
+        for block in run.states["momentum_buffer"].tensor.split(64):
             scale = block.abs().max().clamp(min=1e-20) / 127
             block.copy_((block / scale).round() * scale)
 
@@ -241,7 +242,7 @@ class FusedKernelOnOddCuts(AdamWAlgorithm):
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         beta1, beta2 = group["betas"]
         torch._fused_adamw_(
-            [run.param], [run.grad], [run.states["exp_avg"]], [run.states["exp_avg_sq"]], [],
+            [run.param], [run.grad], *[[s.tensor] for s in run.states.values()], [],
             [torch.tensor(run.step)], lr=group["lr"], beta1=beta1, beta2=beta2,
             weight_decay=group["weight_decay"], eps=group["eps"], amsgrad=False, maximize=False,
         )  # fmt: skip
@@ -253,7 +254,7 @@ class PaddingNotZero(AdamWAlgorithm):
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         super().update_run(group, run, scratch)
-        run.states["exp_avg_sq"].clamp_(min=1e-12)
+        run.states["exp_avg_sq"].tensor.clamp_(min=1e-12)
 
 
 @plant

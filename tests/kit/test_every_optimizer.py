@@ -1,6 +1,6 @@
 """Every optimizer of ours, in every state format, keeps its bits through any program.
 
-A new optimizer or state format is added to `OPTIMIZERS`, and nothing else is needed.
+A new optimizer or state format is added to one of the tables, and nothing else is needed.
 """
 
 from functools import partial
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -18,10 +19,12 @@ from vfsdp_optim import AdamW, Muon
 from vfsdp_optim.testing import (
     assert_program_is_exact,
     assert_sharded_equals_unsharded,
+    parameter_sets,
     step_programs,
 )
 
 LARGEST = 1500  # elements of a drawn parameter
+LARGEST_MATRIX = 6000  # of those that are large enough for 8-bit states
 PATTERNS = {2: None, 3: "e m n -> e m n", 4: "o ... -> o (...)"}
 
 
@@ -60,6 +63,40 @@ OPTIMIZERS = {
     "muon_in_small_waves": make_muon_in_small_waves,
     "muon_skips": partial(make_muon, nesterov=False, on_nonfinite="skip"),
 }
+# Their states need cuts between blocks.
+IN_BLOCKS = {
+    "adamw_8bit": partial(make_adamw, states="8bit"),
+    "adamw_8bit_amsgrad_skips": partial(
+        make_adamw, states="8bit", amsgrad=True, on_nonfinite="skip"
+    ),
+    "muon_8bit": partial(make_muon, states="8bit"),
+    "muon_8bit_in_small_waves": partial(
+        make_muon, states="8bit", max_exchange_bytes=4 * LARGEST_MATRIX, nesterov=False
+    ),
+}
+OF_BFLOAT16 = {
+    "adamw_master_weights": partial(make_adamw, master_weights=True),
+    "adamw_stochastic_rounding": partial(make_adamw, stochastic_rounding=True),
+    "muon_master_weights": partial(make_muon, master_weights=True, on_nonfinite="skip"),
+    "muon_8bit_stochastic_rounding": partial(make_muon, states="8bit", stochastic_rounding=True),
+    "muon_8bit_master_weights": partial(make_muon, states="8bit", master_weights=True),
+}
+CHECKPOINTS = ("state_dict", "dcp")
+
+
+@st.composite
+def with_large_matrices(draw):
+    """Shapes of which some are large enough for 8-bit states, in any order; few of whole blocks."""
+    large = st.one_of(
+        st.tuples(st.integers(14, 20), st.just(300)),
+        st.tuples(st.integers(64, 72), st.integers(64, 72)),
+        st.tuples(st.integers(16, 20), st.just(256)),
+        st.tuples(st.just(3), st.integers(40, 44), st.just(37)),
+        st.tuples(st.just(9), st.integers(52, 56), st.just(3), st.just(3)),
+    )
+    shapes = [draw(large) for _ in range(draw(st.integers(1, 2)))]
+    shapes += draw(parameter_sets(max_params=2, max_numel=600))
+    return tuple(draw(st.permutations(shapes)))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -67,11 +104,37 @@ OPTIMIZERS = {
     program=step_programs(
         layouts=("ragged", "ours", "negotiated"),
         dtypes=("float32", "bfloat16", "float16"),
-        checkpoints=("state_dict", "dcp"),
+        checkpoints=CHECKPOINTS,
     )
 )
 def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
     assert_program_is_exact(OPTIMIZERS[name], program)
+
+
+@pytest.mark.parametrize("name", IN_BLOCKS)
+@given(
+    program=step_programs(
+        shapes=with_large_matrices(),
+        layouts=("blocks", "ours", "negotiated"),
+        dtypes=("float32", "bfloat16"),
+        checkpoints=CHECKPOINTS,
+    )
+)
+def test_8bit_optimizer_equals_its_unsharded_self_through_any_program(name, program):
+    assert_program_is_exact(IN_BLOCKS[name], program)
+
+
+@pytest.mark.parametrize("name", OF_BFLOAT16)
+@given(
+    program=step_programs(
+        shapes=with_large_matrices(),
+        layouts=("blocks", "ours", "negotiated"),
+        dtypes=("bfloat16",),
+        checkpoints=CHECKPOINTS,
+    )
+)
+def test_update_in_fp32_of_bfloat16_equals_its_unsharded_self_through_any_program(name, program):
+    assert_program_is_exact(OF_BFLOAT16[name], program)
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -72,8 +72,9 @@ def assert_sharded_equals_unsharded(
         world_sizes: numbers of ranks.
         layouts: "ours" and "ours_hsdp" (vfsdp_optim.fully_shard on 1-D and 2-D meshes),
             "negotiated" ("ours", shaped by what the optimizer declares), "ragged" (cut anywhere),
-            "fsdp2" and "hsdp" (torch's fully_shard on 1-D and 2-D meshes), "replicated" (plain on
-            every rank), several of them, "any" ("ours", "ragged", "fsdp2" and "hsdp"), or one
+            "blocks" (cut between blocks of 256), "fsdp2" and "hsdp" (torch's fully_shard on 1-D
+            and 2-D meshes), "replicated" (plain on every rank), several of them, "any" ("ours",
+            "ragged", "fsdp2" and "hsdp"), or one
             RaggedShard for each parameter.
         steps: optimizer steps.
         gradients: "random", "sparse", "zero", "missing", "tiny", "huge", "overflow", or

@@ -1,7 +1,8 @@
 """What each optimizer computes, written plainly on full matrices: the specification to read.
 
-Pure maths in float64. No states, groups, shards or dtypes: one parameter, all its gradients, the
-result. The optimizers do the same with less memory and in another order.
+Pure maths, in float64. No states, groups, shards or dtypes: one parameter, all its gradients, the
+result. The optimizers do the same with less memory and in another order. The 8-bit codec is in
+float32, because its result is a matter of bits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -80,3 +81,37 @@ def orthogonalize(
     for a, b, c in coefficients:
         x = a * x + b * x @ x.T @ x + c * x @ x.T @ x @ x.T @ x
     return x
+
+
+def encode_blocks(x: Tensor, values: Tensor, *, block: int = 256) -> tuple[Tensor, Tensor]:
+    """Return codes (n, block) and scales (n,) of the finite numbers x (n, block) in 8 bits.
+
+    Each number, over the largest magnitude of its block, becomes the nearest of `values`, the
+    smaller one in a tie. With negative values, what is negative stays so; without, what is in a
+    block of larger numbers does not become 0.
+
+    Args:
+        x: float32.
+        values: (256,) float32, increasing.
+        block: elements with one scale.
+
+    References:
+        Dettmers et al. 2022, arXiv:2110.02861; bitsandbytes 0.50.2, csrc/kernels.cu
+        (kOptimizerStatic8bit2StateBlockwise) for the sign rule.
+    """
+    signed = bool(values[0] < 0)
+    codes, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+    for i, numbers in enumerate(x):
+        scales[i] = largest = numbers.abs().max()
+        ratios = numbers / largest if largest > 0 else numbers
+        for j, ratio in enumerate(ratios):
+            code = int((values.double() - ratio.double()).abs().argmin())  # the first of equals
+            if signed and ratio < 0 and values[code] >= 0:
+                code -= 1
+            codes[i, j] = code if signed else max(code, 1)
+    return codes, scales
+
+
+def decode_blocks(codes: Tensor, scales: Tensor, values: Tensor) -> Tensor:
+    """Return the numbers (n, block) that `encode_blocks` rounded to."""
+    return values[codes.long()] * scales[:, None]

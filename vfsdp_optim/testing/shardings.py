@@ -29,6 +29,7 @@ LAYOUTS = {
     "ours_hsdp": "vfsdp_optim.fully_shard on a 2-D mesh",
     "negotiated": "vfsdp_optim.fully_shard(optimizer=...), shaped by what the optimizer declares",
     "ragged": "RaggedShards cut anywhere",
+    "blocks": "RaggedShards cut anywhere between blocks of 256 elements",
     "fsdp2": "torch.distributed.fsdp.fully_shard on a 1-D mesh",
     "hsdp": "torch.distributed.fsdp.fully_shard on a 2-D mesh",
     "replicated": "plain parameters on every rank, as in DistributedDataParallel",
@@ -145,7 +146,8 @@ def _cut(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
     params = list(dict.fromkeys(held.values()))
     if isinstance(layout, str):
         shapes = [tuple(param.shape) for param in params]
-        placements = random_placements(shapes, mesh.size(), seed=0)
+        unit = ALIGN if layout == "blocks" else 1
+        placements = random_placements(shapes, mesh.size(), seed=0, unit=unit)
     else:
         placements = layout
     if len(placements) != len(params) or placements[0].world_size != mesh.size():
@@ -182,16 +184,17 @@ def _side_by_side(
 
 
 def random_placements(
-    shapes: Sequence[Sequence[int]], world_size: int, seed: int
+    shapes: Sequence[Sequence[int]], world_size: int, seed: int, unit: int = 1
 ) -> tuple[RaggedShard, ...]:
-    """Return one placement for each shape, cut anywhere, ranks without elements included."""
+    """Return one placement for each shape, cut anywhere between units of `unit` elements, ranks
+    without elements included."""
     draw = random.Random(seed)
     placements = []
     for shape in shapes:
-        numel = prod(shape)
-        cuts = sorted(draw.randint(0, numel) for _ in range(world_size - 1))
-        units = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
-        placements.append(RaggedShard(range(len(shape)), units))
+        end = -(-prod(shape) // unit)
+        cuts = sorted(draw.randint(0, end) for _ in range(world_size - 1))
+        units = [b - a for a, b in zip([0, *cuts], [*cuts, end], strict=True)]
+        placements.append(RaggedShard(range(len(shape)), units, unit))
     return tuple(placements)
 
 

@@ -23,7 +23,7 @@ from vfsdp_optim.testing.programs import (
     SetLr,
     Step,
 )
-from vfsdp_optim.testing.shardings import LAYOUTS, Layout
+from vfsdp_optim.testing.shardings import ALIGN, LAYOUTS, Layout
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
@@ -67,15 +67,17 @@ def parameter_sets(
     return sets()
 
 
-def layouts(shapes: Sequence[Shape], world_size: int) -> SearchStrategy[tuple[RaggedShard, ...]]:
+def layouts(
+    shapes: Sequence[Shape], world_size: int, *, units: Sequence[int] = ()
+) -> SearchStrategy[tuple[RaggedShard, ...]]:
     """Return a strategy for legal RaggedShards, one for each shape.
 
     Cut anywhere, not only where the planner would: in the middle of rows, some ranks with
-    nothing, in units of one element, of some, or of whole rows. Shrinks to everything on the last
-    rank.
+    nothing, in units of one element, of some, or of whole rows, or of `units` where they are
+    given. Shrinks to everything on the last rank.
     """
     st = _hypothesis()
-    return st.tuples(*(_placement(tuple(shape), world_size) for shape in shapes))
+    return st.tuples(*(_placement(tuple(shape), world_size, units) for shape in shapes))
 
 
 def gradient_streams(kinds: Sequence[str] = KINDS) -> SearchStrategy[GradientStream]:
@@ -102,7 +104,7 @@ def step_programs(
 
     Args:
         world_sizes: numbers of ranks, the first is what programs shrink to.
-        layouts: names; "ragged" draws RaggedShards and comes twice as often.
+        layouts: names; "ragged" and "blocks" draw RaggedShards and come twice as often.
         shapes: of the parameters; by default `parameter_sets()`, without 0-D ones where a layout
             is torch's.
         kinds: of gradients.
@@ -157,14 +159,16 @@ def _size(largest: int) -> SearchStrategy[int]:
     return _hypothesis().integers(1, max(largest, 1))
 
 
-def _placement(shape: Shape, world_size: int) -> SearchStrategy[RaggedShard]:
+def _placement(
+    shape: Shape, world_size: int, allowed: Sequence[int]
+) -> SearchStrategy[RaggedShard]:
     st = _hypothesis()
     numel = prod(shape)
     row = prod(shape[1:])
 
     @st.composite
     def placement(draw: DrawFn) -> RaggedShard:
-        unit = draw(st.sampled_from(sorted({1, max(row, 1), 3})))
+        unit = draw(st.sampled_from(list(allowed) or sorted({1, max(row, 1), 3})))
         units = -(-numel // unit)
         size = st.integers(0, units)
         cuts = sorted(draw(size) for _ in range(world_size - 1))
@@ -181,9 +185,10 @@ def _places(
     st = _hypothesis()
 
     def of(world_size: int) -> SearchStrategy[tuple[int, Layout]]:
-        choices: list[SearchStrategy[Layout]] = [st.just(n) for n in names if n != "ragged"]
-        if "ragged" in names:
-            choices += [layouts(shapes, world_size) for _ in range(2)]
+        drawn = {"ragged": (), "blocks": (ALIGN,)}
+        choices: list[SearchStrategy[Layout]] = [st.just(n) for n in names if n not in drawn]
+        for name in drawn.keys() & set(names):
+            choices += [layouts(shapes, world_size, units=drawn[name]) for _ in range(2)]
         return st.tuples(st.just(world_size), st.one_of(*choices))
 
     return st.sampled_from(list(world_sizes)).flatmap(of)
