@@ -65,6 +65,18 @@ def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: P
     assert other["held_out_bits"] == pytest.approx(one["held_out_bits"], abs=1e-4)
 
 
+def test_run_with_8bit_states_learns_and_shows_them(tmp_path: Path) -> None:
+    plan = run_script("--ranks", 2, "--plan", "--states", "8bit")
+    assert plan.returncode == 0, plan.stderr
+    assert "in 8 bits" in plan.stdout
+    result = run_script("--ranks", 2, "--states", "8bit", "--checkpoint", tmp_path)
+    assert result.returncode == 0, result.stderr
+    losses = report(tmp_path)["losses"]
+    assert losses[-1] < losses[0] - 0.5
+    with pytest.raises(ValueError, match=r"expected --states 8bit, .*got '32bit'"):
+        check(tmp_path, {**SETTINGS, "states": "32bit"}, resume=True)
+
+
 def test_run_starts_over_only_where_none_is_unfinished(tmp_path: Path) -> None:
     check(tmp_path, SETTINGS, resume=False)
     checkpoint(tmp_path, 5)

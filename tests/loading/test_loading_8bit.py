@@ -1,0 +1,349 @@
+"""8-bit states in checkpoints: bytes on any ranks, explicit conversion, other libraries."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ranks import run_ranks
+from sharding import fully_shard, load_full_state_dict
+from sharding.ragged_tensor import distribute_ragged
+from vfsdp_optim import AdamW, Muon
+from vfsdp_optim.block_codec import dynamic_map
+from vfsdp_optim.scratch import Scratch
+
+# In the order in which nn.ParameterDict has them.
+SHAPES = {"norm": (300,), "odd": (70, 71), "rows": (10, 300), "square": (64, 64), "wide": (16, 300)}
+BFLOAT16 = torch.bfloat16
+
+
+def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    return nn.ParameterDict(
+        {n: nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for n, s in SHAPES.items()}
+    )
+
+
+def shard(model: nn.Module) -> nn.Module:
+    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def make_optimizer(kind: str, model: nn.Module, **options: Any) -> Any:
+    named = list(model.named_parameters())
+    options = {"states": "8bit", **options}
+    if kind == "adamw":
+        return AdamW(named, lr=0.01, **options)
+    matrices = [item for item in named if item[1].dim() == 2]
+    rest = [item for item in named if item[1].dim() != 2]
+    return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.01, **options)
+
+
+def take_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
+    for step in steps:
+        for i, param in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * step + i)
+            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+            if isinstance(param, DTensor):
+                grad = distribute_ragged(grad, param.device_mesh, param.placement)
+            param.grad = grad
+        optimizer.step()
+
+
+def full(value: Any) -> Any:
+    return value.full_tensor().detach() if isinstance(value, DTensor) else value
+
+
+def full_states(optimizer: Any) -> list[dict[str, Any]]:
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    return [{k: full(v).clone() for k, v in optimizer.state[p].items()} for p in params]
+
+
+def full_weights(model: nn.Module) -> list[Tensor]:
+    return [full(param).detach().clone() for param in model.parameters()]
+
+
+def assert_same(a: list[Any], b: list[Any]) -> None:
+    for x, y in zip(a, b, strict=True):
+        if isinstance(x, dict):
+            assert x.keys() == y.keys()
+            x, y = list(x.values()), list(y.values())
+        else:
+            x, y = [x], [y]
+        assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True))
+
+
+# -------------------------------------------------------------------- other numbers of ranks
+
+
+def save(kind: str, directory: str) -> list[dict[str, Any]]:
+    model = shard(make_model())
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, range(3))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=directory)
+    return full_states(optimizer)
+
+
+def resume(kind: str, directory: str) -> tuple[list[dict[str, Any]], list[Tensor]]:
+    model = shard(make_model())
+    optimizer = make_optimizer(kind, model)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=directory)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    loaded = full_states(optimizer)
+    take_steps(model, optimizer, range(3, 6))
+    return loaded, full_weights(model)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_8bit_states_saved_on_4_ranks_load_byte_by_byte_on_others(kind, tmp_path):
+    """bitsandbytes#89, #1840, ao#1189: quantized states could not be gathered or resharded."""
+    saved = run_ranks(save, 4, kind, str(tmp_path))[0]
+    assert (
+        saved[1 if kind == "adamw" else 0][
+            "exp_avg.codes" if kind == "adamw" else "momentum_buffer.codes"
+        ].dim()
+        == 2
+    )
+    model = make_model()
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, range(6))
+    for world_size in (1, 2, 3):
+        for loaded, weights in run_ranks(resume, world_size, kind, str(tmp_path)):
+            assert_same(loaded, saved)
+            assert_same(weights, full_weights(model))
+
+
+def load_full_from_rank_0(kind: str, state: dict[str, Any]) -> list[dict[str, Any]]:
+    model = shard(make_model())
+    optimizer = make_optimizer(kind, model)
+    given = state if dist.get_rank() == 0 else {}
+    load_full_state_dict(model, optimizer, state=given, broadcast_from_rank0=True)
+    return full_states(optimizer)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_8bit_states_of_one_process_load_from_rank_0(kind):
+    model = make_model()
+    optimizer = make_optimizer(kind, model)
+    take_steps(model, optimizer, range(2))
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    for loaded in run_ranks(load_full_from_rank_0, 3, kind, state):
+        assert_same(loaded, full_states(optimizer))
+
+
+# -------------------------------------------------------------------- conversion
+
+
+def decoded(state: dict[str, Any], key: str, shape: tuple[int, ...], *, signed: bool) -> Tensor:
+    codes, absmax = state[f"{key}.codes"], state[f"{key}.absmax"]
+    numbers = torch.empty(codes.numel())
+    codec = dynamic_map(signed, torch.device("cpu"))
+    codec.decode(codes.reshape(-1), absmax, numbers, Scratch())
+    return numbers[: torch.Size(shape).numel()].view(shape)
+
+
+def test_8bit_states_become_32bit_ones_and_back_by_an_explicit_call_only():
+    model = make_model()
+    packed = make_optimizer("adamw", model)
+    take_steps(model, packed, range(3))
+    plain = make_optimizer("adamw", model, states="32bit")
+    before = full_states(plain)
+    with pytest.raises(ValueError, match=r"norm: the checkpoint has states='8bit'.*convert_state"):
+        plain.load_state_dict(packed.state_dict())
+    assert_same(full_states(plain), before)
+    plain.load_state_dict(plain.convert_state_dict(packed.state_dict()))
+    states = dict(zip(SHAPES, full_states(plain), strict=True))
+    codes = dict(zip(SHAPES, full_states(packed), strict=True))
+    for name in ("wide", "square", "odd"):
+        for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+            numbers = decoded(codes[name], key, SHAPES[name], signed=signed)
+            assert torch.equal(states[name][key], numbers)
+    assert torch.equal(states["norm"]["exp_avg"], codes["norm"]["exp_avg"])
+    assert states["wide"]["step"] == 3
+
+    again = make_optimizer("adamw", model)
+    with pytest.raises(ValueError, match=r"norm: the checkpoint has states='32bit'.*convert_state"):
+        again.load_state_dict(plain.state_dict())
+    again.load_state_dict(again.convert_state_dict(plain.state_dict()))
+    numbers = decoded(full_states(again)[4], "exp_avg", SHAPES["wide"], signed=True)
+    # Rounded twice: the signed map has no -1, so that the scale of some blocks is smaller.
+    torch.testing.assert_close(numbers, states["wide"]["exp_avg"], atol=0.02, rtol=0)
+
+
+def convert_sharded(saved: dict[str, Any], states: str) -> list[dict[str, Any]]:
+    model = shard(make_model())
+    optimizer = make_optimizer("adamw", model, states=states)
+    optimizer.load_state_dict(optimizer.convert_state_dict(saved))
+    other = make_optimizer("adamw", model, states="8bit" if states == "32bit" else "32bit")
+    other.load_state_dict(other.convert_state_dict(optimizer.state_dict()))
+    return full_states(optimizer)
+
+
+@pytest.mark.parametrize("states", ["8bit", "32bit"])
+def test_8bit_conversion_on_shards_has_the_bits_of_the_unsharded_one(states):
+    model = make_model()
+    source = make_optimizer("adamw", model, states="8bit" if states == "32bit" else "32bit")
+    take_steps(model, source, range(2))
+    target = make_optimizer("adamw", model, states=states)
+    target.load_state_dict(target.convert_state_dict(source.state_dict()))
+    for converted in run_ranks(convert_sharded, 3, source.state_dict(), states):
+        assert_same(converted, full_states(target))
+
+
+def test_conversion_adds_and_drops_master_weights():
+    model = make_model(BFLOAT16)
+    plain = make_optimizer("muon", model, states="32bit", state_dtype=torch.float32)
+    take_steps(model, plain, range(2))
+    master = make_optimizer("muon", model, master_weights=True)
+    with pytest.raises(ValueError, match=r"odd: the checkpoint has .*convert_state_dict"):
+        master.load_state_dict(plain.state_dict())
+    master.load_state_dict(master.convert_state_dict(plain.state_dict()))
+    assert torch.equal(master.state[model["rows"]]["master"], model["rows"].detach().float())
+    take_steps(model, master, range(2, 3))
+    plain.load_state_dict(plain.convert_state_dict(master.state_dict()))
+    assert set(plain.state[model["wide"]]) == {"momentum_buffer"}
+
+
+# -------------------------------------------------------------------- other libraries
+
+
+def test_state_of_torchs_adamw_loads_into_8bit_by_conversion():
+    model = make_model()
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.03, foreach=True)
+    take_steps(model, theirs, range(3))
+    ours = make_optimizer("adamw", model)
+    with pytest.raises(ValueError, match=r"odd: expected state .*codes.*convert_state_dict"):
+        ours.load_state_dict(theirs.state_dict())
+    ours.load_state_dict(ours.convert_state_dict(theirs.state_dict()))
+    assert ours.param_groups[0]["lr"] == 0.03
+    states = dict(zip(SHAPES, full_states(ours), strict=True))
+    expected = theirs.state[model["wide"]]
+    numbers = decoded(states["wide"], "exp_avg", SHAPES["wide"], signed=True)
+    assert 0 < float((numbers - expected["exp_avg"]).norm() / expected["exp_avg"].norm()) < 0.015
+    assert torch.equal(states["rows"]["exp_avg"], theirs.state[model["rows"]]["exp_avg"])
+    assert states["wide"]["step"] == 3
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes():
+    """bitsandbytes, whose import takes seconds."""
+    import bitsandbytes
+
+    return bitsandbytes
+
+
+def matrices_of(model: nn.Module) -> list[nn.Parameter]:
+    return [param for param in model.parameters() if param.dim() == 2]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, BFLOAT16])
+def test_state_of_bitsandbytes_adamw8bit_loads_byte_by_byte(bitsandbytes, dtype, tmp_path):
+    model = make_model(dtype)
+    theirs = bitsandbytes.optim.AdamW8bit(matrices_of(model), lr=0.03)
+    take_steps(model, theirs, range(3))
+    torch.save(theirs.state_dict(), tmp_path / "optimizer.pt")
+    saved = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    options = dict(states="8bit", state_dtype=torch.float32)
+    ours = AdamW(matrices_of(model), **options)
+    ours.load_state_dict(copy.deepcopy(saved))
+    assert (ours.param_groups[0]["lr"], "alpha" in ours.param_groups[0]) == (0.03, False)
+    state, source = ours.state[model["odd"]], theirs.state[model["odd"]]
+    for ours_key, key, i in (("exp_avg", "state1", 1), ("exp_avg_sq", "state2", 2)):
+        codes = state[f"{ours_key}.codes"].view(-1)
+        assert torch.equal(codes[:4970], source[key].view(-1))
+        assert torch.equal(state[f"{ours_key}.absmax"], source[f"absmax{i}"])
+    assert bool((state["exp_avg.codes"].view(-1)[4970:] == 127).all())  # zeros
+    assert state["step"] == 3
+    assert torch.equal(ours.state[model["rows"]]["exp_avg"], theirs.state[model["rows"]]["state1"])
+    plain = AdamW(matrices_of(model))
+    plain.load_state_dict(plain.convert_state_dict(saved))
+    take_steps(nn.ParameterList(matrices_of(model)), ours, range(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(absmax1=torch.ones(3)), r"expected 19 scales for the blocks of 256 of 4800 codes, g"),
+        (dict(qmap2=torch.zeros(256)), r"expected the dynamic map of bitsandbytes in qmap2"),
+        (dict(state2=None), r"expected the state1, state2 and step of a bitsandbytes Adam"),
+    ],
+)
+def test_foreign_8bit_state_of_another_kind_is_refused(bitsandbytes, change, message):
+    model = make_model()
+    theirs = bitsandbytes.optim.AdamW8bit([model["wide"]])
+    take_steps(nn.ParameterList([model["wide"]]), theirs, range(1))
+    saved = theirs.state_dict()
+    state = saved["state"][0]["__bnb_optimizer_quant_state__"]
+    for key, value in change.items():
+        if value is None:
+            del state[key]
+        else:
+            state[key] = value
+    ours = AdamW([model["wide"]], states="8bit")
+    with pytest.raises(ValueError, match=message):
+        ours.load_state_dict(saved)
+
+
+# -------------------------------------------------------------------- checkpoints that do not fit
+
+
+def break_codes(state: dict[str, Any]) -> None:
+    state["exp_avg.codes"] = state["exp_avg.codes"][:-1]
+
+
+def break_scales(state: dict[str, Any]) -> None:
+    state["exp_avg_sq.absmax"] = state["exp_avg_sq.absmax"][:-1]
+
+
+def break_block(state: dict[str, Any]) -> None:
+    state["exp_avg.codes"] = state["exp_avg.codes"].view(-1, 128)
+
+
+def break_dtype(state: dict[str, Any]) -> None:
+    state["exp_avg.codes"] = state["exp_avg.codes"].float()
+
+
+def break_keys(state: dict[str, Any]) -> None:
+    del state["exp_avg.absmax"]
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (break_codes, r"odd\.exp_avg\.codes: expected shape \(20, 256\), got \(19, 256\)"),
+        (break_scales, r"odd\.exp_avg_sq\.absmax: expected shape \(20,\), got \(19,\)"),
+        (break_block, r"odd\.exp_avg\.codes: expected shape \(20, 256\), got \(40, 128\)"),
+        (break_dtype, r"odd\.exp_avg\.codes: expected torch.uint8, got torch.float32"),
+        (break_keys, r"odd: expected state .*exp_avg\.absmax"),
+    ],
+)
+def test_8bit_codes_and_scales_that_disagree_are_named_and_nothing_is_loaded(fault, message):
+    model = make_model()
+    source, target = (make_optimizer("adamw", model) for _ in range(2))
+    take_steps(model, source, range(2))
+    saved = copy.deepcopy(source.state_dict())
+    fault(saved["state"][list(SHAPES).index("odd")])
+    before = full_states(target)
+    with pytest.raises(ValueError, match=message):
+        target.load_state_dict(saved)
+    assert_same(full_states(target), before)
+
+
+def test_8bit_checkpoint_of_another_format_names_a_parameter():
+    model = make_model()
+    optimizer = make_optimizer("adamw", model)
+    saved = copy.deepcopy(optimizer.state_dict())
+    assert saved["param_groups"][0]["states_format"].startswith("dynamic8 version 1, blocks of 256")
+    saved["param_groups"][0]["states_format"] = "dynamic8 version 1, blocks of 2048, maps 0"
+    with pytest.raises(
+        ValueError, match=r"norm: the checkpoint has states_format=.*blocks of 2048"
+    ):
+        optimizer.load_state_dict(saved)

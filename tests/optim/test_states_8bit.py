@@ -1,0 +1,428 @@
+"""8-bit states: as exact as 32-bit ones on shards, a quarter of their memory, and safe where
+rounding could hurt."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
+
+from ranks import run_ranks
+from sharding import fully_shard
+from sharding.placement import RaggedShard
+from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim.fused_adam import can_fuse, fused_adam
+from vfsdp_optim.precision import SMALLEST_8BIT
+from vfsdp_optim.runs import Run
+from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
+
+# Rows of 300, whole blocks, tails, experts, vectors, and a matrix that only some ranks hold.
+SHAPES = [(20, 300), (300,), (64, 65), (16, 256), (7,), (3, 40, 37), (5, 11)]
+
+
+def make_adamw(module: nn.Module, **options: Any) -> AdamW:
+    return AdamW(module.named_parameters(), lr=0.01, states="8bit", **options)
+
+
+def make_muon(module: nn.Module, **options: Any) -> Muon:
+    groups: dict[int, dict[str, Any]] = {
+        1: {"params": [], "algorithm": "adamw"},
+        2: {"params": []},
+        3: {"params": [], "matrices": "e m n -> e m n"},
+    }
+    for name, param in module.named_parameters():
+        groups[param.dim()]["params"].append((name, param))
+    used = [group for group in groups.values() if group["params"]]
+    return Muon(used, lr=0.01, states="8bit", **options)
+
+
+MAKERS = {"adamw": make_adamw, "muon": make_muon}
+EACH = pytest.mark.parametrize("name", MAKERS)
+
+
+# -------------------------------------------------------------------- sharded equals unsharded
+
+
+@EACH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_8bit_training_of_50_steps_has_the_bits_of_the_unsharded_one(name, dtype):
+    shapes = SHAPES if dtype == "float32" else SHAPES[:4]
+    assert_sharded_equals_unsharded(
+        MAKERS[name], shapes=shapes, world_sizes=(1, 2, 3, 5), steps=50, dtype=dtype
+    )
+
+
+@EACH
+@pytest.mark.parametrize("layout", ["blocks", "negotiated"])
+def test_8bit_training_has_the_bits_of_the_unsharded_one_in_other_layouts(name, layout):
+    assert_sharded_equals_unsharded(
+        MAKERS[name], shapes=SHAPES, world_sizes=(3,), layouts=layout, gradients="sparse"
+    )
+
+
+@EACH
+@pytest.mark.parametrize("resumed_on", [3, 1])
+def test_8bit_run_saved_on_4_ranks_goes_on_bit_by_bit_on_others(name, resumed_on):
+    assert_resume_is_exact(MAKERS[name], shapes=SHAPES, saved_on=4, resumed_on=resumed_on)
+
+
+@EACH
+def test_8bit_step_skipped_by_the_device_leaves_codes_and_scales(name):
+    """DeepSpeed#8432: an infinite gradient entered the momentum of a skipped step."""
+    torch.manual_seed(0)
+    module = nn.ParameterDict({"a": nn.Parameter(torch.randn(20, 300))})
+    optimizer = MAKERS[name](module, on_nonfinite="skip")
+    optimizer._nonfinite.host_devices = frozenset()  # as if the flag were on a GPU
+    param = module["a"]
+    for bad in (False, True, False):
+        param.grad = torch.randn(20, 300)
+        param.grad[3, 5] = torch.inf if bad else 1.0
+        before = {key: value.clone() for key, value in optimizer.state[param].items()}
+        weights = param.detach().clone()
+        optimizer.step()
+        after = optimizer.state[param]
+        same = [key for key, value in before.items() if torch.equal(value, after[key])]
+        assert len(same) == (len(before) if bad else 0)
+        assert torch.equal(weights, param.detach()) == bad
+    assert optimizer.skipped_steps == 1
+
+
+# -------------------------------------------------------------------- which states, how many bytes
+
+
+def sharded_model(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> nn.Module:
+    torch.manual_seed(0)
+    params = {f"p{i}": nn.Parameter(torch.randn(shape).to(dtype)) for i, shape in enumerate(shapes)}
+    module = nn.ParameterDict(params)
+    return fully_shard(module, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def state_bytes(name: str) -> tuple[int, int]:
+    """Bytes of local storage of the states of 8-bit parameters, and local elements of these."""
+    model = sharded_model((200, 300), (128, 257), (300,), (80, 512))
+    optimizer = MAKERS[name](model)
+    held = elements = 0
+    for param in model.parameters():
+        state = optimizer.state[param]
+        if any(key.endswith(".codes") for key in state):
+            locals_ = [value.to_local() for key, value in state.items() if key != "step"]
+            held += sum(x.numel() * x.element_size() for x in locals_)
+            elements += param.to_local().numel()
+    return held, elements
+
+
+@pytest.mark.parametrize(("name", "limit"), [("adamw", 2.04), ("muon", 1.02)])
+def test_8bit_states_take_a_quarter_of_the_memory(name, limit):
+    held, elements = (sum(part) for part in zip(*run_ranks(state_bytes, 3, name), strict=True))
+    assert elements == 200 * 300 + 128 * 257 + 80 * 512
+    assert held <= limit * elements
+
+
+def kinds_of_states(steps: int) -> tuple[list[list[str]], list[Tensor]]:
+    model = sharded_model((6, 1024), (64, 64), (63, 65), (2, 4096), (5000,))
+    optimizer = make_adamw(model)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(steps):
+        for param in model.parameters():
+            full = torch.randn(param.shape, generator=generator)
+            param.grad = distribute_ragged(full, param.device_mesh, param.placement)
+        optimizer.step()
+    kinds = [sorted(optimizer.state[param]) for param in model.parameters()]
+    return kinds, [param.full_tensor().detach() for param in model.parameters()]
+
+
+def test_8bit_or_not_depends_on_the_global_shape_alone():
+    """ao#4912, bitsandbytes#2080: the choice looked at the local shard and changed with the
+    mesh."""
+    packed = sorted(["step", *(f"{k}{s}" for k in ("exp_avg", "exp_avg_sq") for s in PARTS)])
+    plain = ["exp_avg", "exp_avg_sq", "step"]
+    weights = []
+    for world_size in (1, 2, 3):
+        for kinds, full in run_ranks(kinds_of_states, world_size, 2):
+            # 6144, 4096 and 8192 elements; 4095; a vector.
+            assert kinds == [packed, packed, plain, packed, plain]
+            weights.append(full)
+    for other in weights[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(other, weights[0], strict=True))
+
+
+PARTS = (".codes", ".absmax")
+
+
+def named_matrices(count: int) -> list[tuple[str, nn.Parameter]]:
+    return [(f"w{i}", nn.Parameter(torch.ones(64, 64))) for i in range(count)]
+
+
+def test_8bit_states_of_named_parameters_and_of_groups_stay_in_32_bits():
+    params = named_matrices(4)
+    optimizer = AdamW(
+        [
+            {"params": params[:2]},
+            {"params": params[2:3], "states": "32bit"},
+            {"params": params[3:], "keep_32bit": ["w3"]},
+        ],
+        states="8bit",
+        keep_32bit=["w1"],
+    )
+    packed = ["exp_avg.codes" in optimizer.state[param] for _, param in params]
+    assert packed == [True, False, False, False]
+    assert [group["states"] for group in optimizer.param_groups] == ["8bit", "32bit", "8bit"]
+
+
+def test_8bit_states_leave_out_embeddings_and_heads_of_a_model():
+    model = nn.Sequential(
+        nn.Embedding(500, 64), nn.Linear(64, 64), nn.Linear(64, 80), nn.LayerNorm(80),
+        nn.Linear(80, 500),
+    )  # fmt: skip
+    optimizer = Muon(param_groups(model, keep_32bit=["2.weight"]), states="8bit")
+    packed = {
+        name
+        for name, param in model.named_parameters()
+        if any(key.endswith(".codes") for key in optimizer.state[param])
+    }
+    assert packed == {"1.weight"}
+    with pytest.raises(ValueError, match=r"keep_32bit names \['nope'\], expected some of"):
+        param_groups(model, keep_32bit=["nope"])
+
+
+# -------------------------------------------------------------------- what rounding must not do
+
+
+def train(param: Tensor, gradient: Any, steps: int, **options: Any) -> tuple[Tensor, float]:
+    """Return the trained parameter, and the longest step over the learning rate."""
+    param, longest = nn.Parameter(param.clone()), 0.0
+    optimizer = AdamW([param], **{"lr": 0.01, "weight_decay": 0.0, "states": "8bit", **options})
+    for step in range(steps):
+        before = param.detach().clone()
+        param.grad = gradient(step)
+        optimizer.step()
+        longest = max(longest, float((param.detach() - before).abs().max()))
+    return param.detach(), longest / 0.01
+
+
+def test_8bit_entries_without_gradients_do_not_move_in_500_steps():
+    """bitsandbytes' CPU quantizer moves them by 0.18 learning rates in 50."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(32, 256, generator=generator)
+    still = torch.rand(start.shape, generator=generator) < 0.3
+
+    def gradient(step: int) -> Tensor:
+        return torch.randn(start.shape, generator=generator).masked_fill_(still, 0.0)
+
+    trained, _ = train(start, gradient, 500)
+    assert torch.equal(trained[still], start[still])
+    assert bool((trained[~still] != start[~still]).all())
+
+
+def test_8bit_steps_of_sparse_gradients_stay_short():
+    """A second moment that rounds to zero beside a first one makes steps of hundreds of lr."""
+    generator = torch.Generator().manual_seed(0)
+    scale = torch.exp(1.5 * torch.randn(128, 64, generator=generator))
+
+    def gradient(step: int) -> Tensor:
+        rows = torch.rand(128, 1, generator=generator) < 0.1  # groups of 64
+        return torch.randn(128, 64, generator=generator) * scale * rows
+
+    _, longest = train(torch.zeros(128, 64), gradient, 300)
+    assert longest <= 3.0
+
+
+def test_8bit_states_of_zero_gradients_stay_zero_and_finite():
+    trained, longest = train(torch.ones(64, 64), lambda step: torch.zeros(64, 64), 20)
+    assert torch.equal(trained, torch.ones(64, 64))
+    assert longest == 0.0
+
+
+def test_8bit_momentum_keeps_signs_beside_one_huge_element():
+    start = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    start[0, 0] = 1e6
+    param = nn.Parameter(torch.zeros(64, 64))
+    optimizer = Muon([param], states="8bit")
+    param.grad = start
+    optimizer.step()
+    plain = Muon([nn.Parameter(torch.zeros(64, 64))])
+    numbers = plain.convert_state_dict(optimizer.state_dict())["state"][0]["momentum_buffer"]
+    assert bool((numbers * start >= 0).all())
+    assert bool((numbers[start < 0] < 0).all())
+    assert torch.equal(numbers[8:].sign(), start[8:].sign())
+
+
+def test_8bit_update_differs_from_the_32bit_one_by_a_percent():
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(300, 256, generator=generator)
+    grads = [torch.randn(300, 256, generator=generator) + 0.5 for _ in range(50)]
+    for grad in grads:
+        grad.view(-1)[::3] = 0
+    exact, _ = train(start, grads.__getitem__, 50, states="32bit", weight_decay=0.01)
+    trained, _ = train(start, grads.__getitem__, 50, weight_decay=0.01)
+    assert 0 < float((trained - exact).norm() / (exact - start).norm()) < 0.012
+
+
+# -------------------------------------------------------------------- what travels
+
+
+def collectives_of_a_step(name: str, states: str) -> list[tuple[str, int, Any]]:
+    model = sharded_model((96, 300), (64, 65), (33, 200))
+    optimizer = MAKERS[name](model)
+    for group in optimizer.param_groups:
+        group["states"] = states
+    for step in range(2):
+        for param in model.parameters():
+            full = torch.randn(param.shape, generator=torch.Generator().manual_seed(step))
+            param.grad = distribute_ragged(full, param.device_mesh, param.placement)
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+            optimizer.step()
+    events = profiler.key_averages(group_by_input_shape=True)
+    return [(e.key, e.count, e.input_shapes) for e in events if e.key.startswith("c10d::")]
+
+
+@EACH
+def test_8bit_codes_and_scales_do_not_travel_in_a_step(name):
+    packed, plain = (run_ranks(collectives_of_a_step, 3, name, s) for s in ("8bit", "32bit"))
+    assert packed == plain  # calls and sizes
+    assert bool(packed[0]) == (name == "muon")
+
+
+# -------------------------------------------------------------------- layouts that miss blocks
+
+
+def cut_in_blocks(unaligned: str) -> list[Tensor]:
+    mesh = init_device_mesh("cpu", (2,))
+    full = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    param = nn.Parameter(distribute_ragged(full, mesh, RaggedShard((0, 1), (11, 9), 300)))
+    optimizer = AdamW([("wide", param)], lr=0.01, states="8bit", unaligned=unaligned)
+    for step in range(20):
+        grad = torch.randn(20, 300, generator=torch.Generator().manual_seed(step))
+        param.grad = distribute_ragged(grad, mesh, param.placement)
+        optimizer.step()
+    other = nn.Parameter(distribute_ragged(full, mesh, RaggedShard((0, 1), (10, 10), 300)))
+    moved = AdamW([("wide", other)], states="8bit", unaligned=unaligned)
+    with pytest.raises(ValueError, match=r"wide: the checkpoint has states_format=.*local blocks"):
+        moved.load_state_dict(optimizer.state_dict())
+    again = AdamW([("wide", param)], states="8bit", unaligned=unaligned)
+    again.load_state_dict(optimizer.state_dict())
+    codes = again.state[param]["exp_avg.codes"]
+    assert torch.equal(codes.to_local(), optimizer.state[param]["exp_avg.codes"].to_local())
+    return [param.full_tensor().detach(), torch.tensor(codes.shape)]
+
+
+def test_8bit_states_on_cuts_inside_blocks_are_refused_or_local():
+    message = (
+        r"wide: 8-bit states are blocks of 256 elements, and shard 1 holds elements 3300 to 6000, "
+        r"from the middle of a block on; shard with vfsdp_optim.fully_shard, or pass "
+        r'unaligned="local_blocks"'
+    )
+    with pytest.raises(Exception, match=message):
+        run_ranks(cut_in_blocks, 2, "raise")
+    full = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
+    param = nn.Parameter(full.clone())
+    optimizer = AdamW([param], lr=0.01, states="8bit")
+    for step in range(20):
+        param.grad = torch.randn(20, 300, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+    for trained, shape in run_ranks(cut_in_blocks, 2, "local_blocks"):
+        assert shape.tolist() == [13 + 11, 256]
+        # A small statistical error, and no more: exactness is given up.
+        difference = (trained - param.detach()).norm() / (trained - full).norm()
+        assert 0 < float(difference) < 0.05
+
+
+# -------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"states": "4bit"}, ValueError, r"group 0: states: expected one of .*'8bit'.*got '4bit'"),
+        ({"unaligned": "ok"}, ValueError, r"group 0: unaligned: expected one of .*got 'ok'"),
+        ({"keep_32bit": ["w9"]}, ValueError, r"AdamW: keep_32bit names \['w9'\], expected some of"),
+        ({"keep_32bit": "w0"}, TypeError, r"keep_32bit: expected names like .*got 'w0'"),
+        ({"master_weights": 1}, ValueError, r"master_weights: expected True or False, got 1"),
+        ({"master_weights": True}, ValueError, r"w0: master_weights=True is for .* 16 bits"),
+        ({"stochastic_rounding": True}, ValueError, r"w0: stochastic_rounding=True is for .* 16"),
+    ],
+)
+def test_8bit_options_that_are_wrong_are_named(options, error, message):
+    with pytest.raises(error, match=message):
+        AdamW(named_matrices(2), **options)
+
+
+def test_8bit_names_need_named_parameters():
+    with pytest.raises(ValueError, match=r"keep_32bit=\['w0'\] needs names: pass model.named"):
+        AdamW([param for _, param in named_matrices(1)], states="8bit", keep_32bit=["w0"])
+    group = {"params": named_matrices(1), "keep_32bit": ["w7"]}
+    with pytest.raises(ValueError, match=r"group 0: keep_32bit names \['w7'\]"):
+        AdamW([group], states="8bit")
+
+
+def test_8bit_choice_changed_after_the_fact_says_what_to_do():
+    ((name, param),) = named_matrices(1)
+    optimizer = AdamW([(name, param)], states="8bit")
+    param.grad = torch.ones(64, 64)
+    optimizer.step()
+    optimizer.param_groups[0]["states"] = "32bit"
+    with pytest.raises(RuntimeError, match=r"w0: exp_avg is kept as 8-bit codes.*convert_state"):
+        optimizer.step()
+
+
+def test_8bit_limit_is_that_of_bitsandbytes():
+    assert SMALLEST_8BIT == 4096
+
+
+# -------------------------------------------------------------------- the fused kernel
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8bit_fused_kernel_is_called_as_the_plain_update(dtype):
+    """The CPU operator of bitsandbytes has the arguments of the CUDA one, and rounds less well."""
+    torch.manual_seed(0)
+    start = torch.randn(20, 300).to(dtype)
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    plain, fused = (AdamW([p], lr=0.01, weight_decay=0.1, states="8bit") for p in params)
+    for step in range(1, 6):
+        grad = torch.randn(20, 300).to(dtype)
+        params[0].grad = grad.clone()
+        plain.step()
+        (span,) = fused._current_layout().spans
+        (member,) = span.members
+        run = Run(0, [member], member.open(), grad.view(-1), member.states, ((300, 310),), step)
+        assert not can_fuse(run)  # on the CPU
+        options = dict(lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1)
+        fused_adam(run, Scratch(), **options)
+    difference = (params[0] - params[1]).detach().norm() / (params[0] - start).detach().norm()
+    assert float(difference) < 0.05
+    state = fused.state[params[1]]
+    assert int(state["exp_avg_sq.codes"].min()) == 1
+    padding = state["exp_avg.codes"].view(-1)[6000:]
+    assert padding.numel() == 144
+    assert bool((padding == 127).all())
+    assert bool((state["exp_avg.codes"].view(-1)[300:310] == 127).all())
+    broken = Run(0, [member], member.open(), grad.view(-1)[:-1], member.states, (), 6)
+    with pytest.raises(RuntimeError, match=r"expected contiguous tensors .*other gradient"):
+        fused_adam(broken, Scratch(), **options)
+
+
+def test_8bit_views_are_ragged_tensors():
+    for shapes in run_ranks(view_shapes, 2):
+        assert shapes == [(24, 256), (24,)]
+
+
+def view_shapes() -> list[tuple[int, ...]]:
+    model = sharded_model((20, 300))
+    (param,) = model.parameters()
+    state = make_muon(model).state[param]
+    assert all(type(value) is RaggedDTensor for value in state.values())
+    return [tuple(value.shape) for value in state.values()]
+
+
+def test_8bit_states_are_in_the_plan():
+    params = named_matrices(2)
+    optimizer = AdamW(params, states="8bit", keep_32bit=["w1"])
+    plan = optimizer.plan()
+    assert [(row.fqn, row.states) for row in plan.rows] == [("w0", "8bit"), ("w1", "32bit")]
+    assert "1 in 8 bits" in str(plan)
