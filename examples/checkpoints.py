@@ -95,7 +95,7 @@ def check(directory: Path, settings: dict[str, Any], *, resume: bool) -> None:
         )
     saved = json.loads((found[-1] / SETTINGS).read_text())
     for name, value in settings.items():
-        if saved[name] != value:
+        if saved.get(name, value) != value:  # older runs had fewer settings
             raise ValueError(
                 f"expected --{name} {saved[name]}, as in {str(found[-1])!r}, got {value!r}: "
                 "resume with the same, or choose another --checkpoint"

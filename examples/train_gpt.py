@@ -75,6 +75,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     option = parser.add_argument
     option("--optimizer", choices=LEARNING_RATES, default="muon")
+    option("--states", choices=("32bit", "8bit"), default="32bit", help="(default: 32bit)")
     option("--lr", type=float, help=f"peak learning rate (default: {LEARNING_RATES})")
     option("--steps", type=int, default=800, help="(default: 800)")
     option("--size", choices=SIZES, default="small", help="of the model (default: small)")
@@ -104,7 +105,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def settings(args: argparse.Namespace) -> dict[str, str | int]:
     """Returns the options that a resumed run shares with the one that was saved."""
-    return {"size": args.size, "optimizer": args.optimizer, "seed": args.seed}
+    return {name: getattr(args, name) for name in ("size", "optimizer", "states", "seed")}
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -174,10 +175,14 @@ def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
     lr = LEARNING_RATES[args.optimizer] if args.lr is None else args.lr
     adamw = dict(betas=(0.9, 0.95), weight_decay=0.01)
     if args.optimizer == "adamw":
-        return checkpoints.Run(model, AdamW(model.parameters(), lr=lr, **adamw))
+        kept = ["embedding.weight", "head.weight"]
+        optimizer = AdamW(
+            model.named_parameters(), lr=lr, **adamw, states=args.states, keep_32bit=kept
+        )
+        return checkpoints.Run(model, optimizer)
     # Muon takes the hidden matrices; the embedding, the head and the gains of norms are AdamW's.
     groups = param_groups(model, adamw=dict(lr=LEARNING_RATES["adamw"], **adamw))
-    return checkpoints.Run(model, Muon(groups, lr=lr))
+    return checkpoints.Run(model, Muon(groups, lr=lr, states=args.states))
 
 
 def schedule(step: int, steps: int) -> float:
