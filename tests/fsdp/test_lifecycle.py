@@ -16,6 +16,7 @@ from ranks import RankError, run_ranks
 from sharding import FSDPModule, fully_shard
 from sharding.bucket import ShardedState
 from sharding.state import state_of
+from training import mesh_of
 
 WIDTH = 18
 STEPS = 5
@@ -77,16 +78,16 @@ class Net(nn.Module):
         return x if self.mode == "whole_checkpointed" else layer(x)
 
 
-def shard_net(net: Net) -> None:
+def shard_net(net: Net, **options: object) -> None:
     """Each layer a bucket (the last two one bucket in one mode), and the rest."""
     if net.mode == "list_of_modules":
-        fully_shard(net.layers[0])
-        fully_shard([net.layers[1], net.layers[2]])
+        fully_shard(net.layers[0], **options)
+        fully_shard([net.layers[1], net.layers[2]], **options)
     else:
         for layer in net.layers:
-            fully_shard(layer)
+            fully_shard(layer, **options)
             register_fsdp_forward_method(layer, "other_way")
-    fully_shard(net)
+    fully_shard(net, **options)
 
 
 def batches(world_size: int, rank: int) -> Iterator[Tensor]:
@@ -103,7 +104,7 @@ def train(mode: str) -> tuple[list[float], dict[str, Tensor]]:
     torch.manual_seed(0)
     net = Net(mode)
     if sharded:
-        shard_net(net)
+        shard_net(net, **({"mesh": mesh_of((2, 2))} if world_size == 4 else {}))
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     losses = []
     for step, x in enumerate(batches(world_size, dist.get_rank() if sharded else 0)):
@@ -200,7 +201,7 @@ def test_losses_and_weights_equal_one_process(mode: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # inputs of reentrant checkpoints
         expected_losses, expected_weights = train(mode)
-    for world_size in (2, 3):
+    for world_size in (2, 3, 4):  # 4: on a 2-D mesh
         for losses, weights in run_ranks(train, world_size, mode):
             assert losses == pytest.approx(expected_losses, abs=1e-5)
             assert weights.keys() == expected_weights.keys()

@@ -10,10 +10,10 @@ import torch.distributed.fsdp as torch_fsdp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import distributed_examples, run_ranks
+from training import mesh_of
 from vfsdp_optim import Muon, QKHeads, fully_shard
 from vfsdp_optim.qk_clip import _Rows
 
@@ -85,8 +85,9 @@ def clip_sharded(case: Case) -> dict[str, Tensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     model = case.model()
     shard = torch_fsdp.fully_shard if case.on_fsdp2 else fully_shard
+    mesh = mesh_of((2, 2) if world_size == 4 else (1, world_size))
     for layer in model:
-        shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+        shard(layer, mesh=mesh if world_size == 4 else mesh["shard"])
     optimizer = Muon(
         [{"params": list(model.named_parameters()), "algorithm": "adamw", "lr": 1.0}]
     )  # fmt: skip
@@ -115,7 +116,7 @@ KINDS = {
 @pytest.mark.parametrize("kind", KINDS)
 @distributed_examples
 @given(
-    world_size=st.sampled_from([2, 3, 1]),
+    world_size=st.sampled_from([2, 3, 1, 4]),
     width=st.integers(1, 40),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
     seed=st.integers(0, 10**6),
