@@ -105,37 +105,61 @@ class Blocks(Structure):
 class RowPanels(Structure):
     """Panels of `rows` rows of the parameter viewed as (shape[0], rest); the last may be shorter.
 
-    A parameter without dimensions counts as (1, 1).
+    With `batch_dims` the leading dims count matrices, and no panel goes from one to the next: a
+    stack of experts (E, rows, cols) has `batch_dims=1`. A parameter without dimensions counts as
+    (1, 1).
 
     Raises:
-        ValueError: rows < 1.
+        ValueError: rows < 1 or batch_dims < 0; or a shape has no dim beside those of the batch.
 
     Example:
         >>> [(unit.start, unit.rows, unit.cols) for unit in RowPanels(2).units((3, 4, 5))]
         [(0, 2, 20), (40, 1, 20)]
+        >>> stack = RowPanels(2, batch_dims=1)
+        >>> [(unit.start, unit.rows, unit.cols) for unit in stack.units((2, 3, 5))]
+        [(0, 2, 5), (10, 1, 5), (15, 2, 5), (25, 1, 5)]
+        >>> stack.granule((2, 3, 5))
+        Granule(numel=10, restart=15, cuts=None)
     """
 
     rows: int
+    batch_dims: int = 0
 
     def __post_init__(self) -> None:
-        """Checks the attribute."""
+        """Checks the attributes."""
         if self.rows < 1:
             raise ValueError(f"RowPanels expects rows >= 1, got {self.rows!r}.")
+        if self.batch_dims < 0:
+            raise ValueError(f"RowPanels expects batch_dims >= 0, got {self.batch_dims!r}.")
 
     def granule(self, shape: Shape) -> Granule:
         """Cuts between panels."""
-        return Granule(max(1, self.rows * prod(shape[1:])))
+        _, height, width = self._matrices(shape)
+        if not self.batch_dims:
+            return Granule(max(1, self.rows * width))
+        return Granule(max(1, self.rows * width), restart=max(1, height * width))
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
         """One unit per panel."""
-        height, width = (shape or (1,))[0], prod(shape[1:])
+        count, height, width = self._matrices(shape)
         if width == 0:
             return ()
         return tuple(
-            Unit(row * width, rows * width, 1, rows, width)
+            Unit((matrix * height + row) * width, rows * width, 1, rows, width)
+            for matrix in range(count)
             for row in range(0, height, self.rows)
             for rows in (min(self.rows, height - row),)
         )
+
+    def _matrices(self, shape: Shape) -> tuple[int, int, int]:
+        """How many matrices, and their rows and columns."""
+        batch, matrix = shape[: self.batch_dims], shape[self.batch_dims :]
+        if self.batch_dims and not matrix:
+            raise ValueError(
+                f"{self!r} expects a parameter of more than {self.batch_dims} dims, got shape "
+                f"{tuple(shape)}; give a smaller batch_dims."
+            )
+        return prod(batch), (matrix or (1,))[0], prod(matrix[1:])
 
 
 @dataclass(frozen=True, slots=True, init=False, repr=False)

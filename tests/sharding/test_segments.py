@@ -388,3 +388,55 @@ def test_ties_do_not_depend_on_names():
         (m, p.shard_numel, p.offsets) for m, p in second
     ]
     assert all(a < b for (a, _), (b, _) in pairwise(first))
+
+
+class Experts(nn.Module):
+    """A stack of experts whose panels do not fill them, and a vector."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Parameter(torch.randn(5, 5, 256) / 16)
+        self.norm = nn.RMSNorm(256)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.einsum("bn,emn,emk->bk", self.norm(x), self.stack, self.stack) / 5
+
+
+def expert_panels(fqn: str, parameter: Tensor) -> Structure:
+    """Two rows of an expert stay together; the fifth is alone."""
+    return RowPanels(2, batch_dims=1) if "stack" in fqn else Blocks(ALIGN)
+
+
+def train_experts() -> tuple[dict[str, Tensor], list[int]]:
+    """Full parameters after a few steps, and where the stack is cut."""
+    torch.manual_seed(0)
+    model, cuts, rank, world_size = Experts(), [], 0, 1
+    if dist.is_initialized():
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        fully_shard(model, structure=expert_panels)
+        plan = state_of(model).bucket.plan
+        i = next(i for i, param in enumerate(plan.params) if param.fqn == "stack")
+        which, index = plan.location[i]
+        cuts = [start for _, start, _ in plan.segments[which].ranges(index)[1:]]
+    optimizer = vfsdp_optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(3):
+        x = torch.randn(12, 256, generator=torch.Generator().manual_seed(step))
+        (model(x.chunk(world_size)[rank]) - 1).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    full = {
+        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
+        for name, p in model.named_parameters()
+    }
+    return full, cuts
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_panels_that_restart_in_every_expert_train_as_one_process(world_size):
+    expected, _ = train_experts()
+    for actual, cuts in run_ranks(train_experts, world_size):
+        assert cuts
+        assert all(cut % 256 == 0 and cut // 256 % 5 in (0, 2, 4) for cut in cuts)
+        assert world_size != 2 or cuts == [12 * 256]  # inside the third expert
+        for name in expected:  # gradients are summed in another order
+            assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-4)

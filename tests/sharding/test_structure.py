@@ -138,6 +138,29 @@ def test_row_panels_view_a_parameter_by_its_first_axis():
     assert RowPanels(3).units(()) == (Unit(0, 1, 1, 1, 1),)
 
 
+def test_row_panels_of_a_batch_begin_anew_in_every_matrix():
+    stack = RowPanels(128, batch_dims=1)
+    units = stack.units((3, 2880, 2))  # 22.5 panels of each matrix
+    assert len(units) == 3 * 23
+    assert [unit.rows for unit in units[20:25]] == [128, 128, 64, 128, 128]
+    assert [unit.start for unit in units] == [
+        (e * 2880 + row) * 2 for e in range(3) for row in range(0, 2880, 128)
+    ]
+    granule = stack.granule((3, 2880, 2))
+    assert granule == Granule(256, restart=5760)
+    starts = {unit.start for unit in units}
+    assert {x for x in range(3 * 5760) if granule.allows(x)} == starts
+    assert RowPanels(3, batch_dims=2).units((2, 2, 4)) == tuple(
+        Unit(4 * m + row, rows, 1, rows, 1) for m in range(4) for row, rows in ((0, 3), (3, 1))
+    )
+    assert RowPanels(4, batch_dims=1).granule((5, 8, 3)) == Granule(12)  # panels fill the matrices
+    assert RowPanels(2, batch_dims=1).units((0, 4, 3)) == ()
+    with pytest.raises(ValueError, match=r"more than 2 dims, got shape \(3, 4\); .*batch_dims"):
+        RowPanels(2, batch_dims=2).units((3, 4))
+    with pytest.raises(ValueError, match="batch_dims >= 0, got -1"):
+        RowPanels(2, batch_dims=-1)
+
+
 def test_elementwise_and_blocks_have_no_units():
     assert (Elementwise().granule((3, 4)), Elementwise().units((3, 4))) == (Granule(1), ())
     assert (Blocks(256).granule((3, 4)), Blocks(256).units((3, 4))) == (Granule(256), ())
