@@ -24,9 +24,9 @@ from sharding.collectives import all_to_all
 from sharding.marks import Marks
 from sharding.ownership import OwnerPlan
 
-_SLOTS = 2
+SLOTS = 2
 # Elements: `owned` starts at a multiple of it in a slot, so that transports and copies are aligned.
-_ALIGN = 64
+SLOT_ALIGN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Way:
     @property
     def owned_start(self) -> int:
         """Where `owned` starts in a slot, behind `held`."""
-        return -(-self.held_numel // _ALIGN) * _ALIGN
+        return -(-self.held_numel // SLOT_ALIGN) * SLOT_ALIGN
 
 
 class _Slots:
@@ -66,7 +66,7 @@ class _Slots:
 
     def __init__(self, ways: Sequence[_Way], dtype: torch.dtype, device: torch.device) -> None:
         numel = max((way.owned_start + way.owned_numel for way in ways), default=0)
-        count = min(_SLOTS, len(ways))
+        count = min(SLOTS, len(ways))
         self._tensors = [torch.empty(numel, dtype=dtype, device=device) for _ in range(count)]
         self._ways = ways
 
@@ -77,12 +77,12 @@ class _Slots:
 
     def held(self, wave: int) -> Tensor:
         """Return the pieces of units that other ranks own, 1-D."""
-        return self._tensors[wave % _SLOTS][: self._ways[wave].held_numel]
+        return self._tensors[wave % SLOTS][: self._ways[wave].held_numel]
 
     def owned(self, wave: int) -> Tensor:
         """Return the pieces of units that this rank owns, 1-D, its own pieces last."""
         way = self._ways[wave]
-        return self._tensors[wave % _SLOTS][way.owned_start : way.owned_start + way.owned_numel]
+        return self._tensors[wave % SLOTS][way.owned_start : way.owned_start + way.owned_numel]
 
     def travelling(self, wave: int) -> Tensor:
         """Return `owned` without this rank's own pieces."""

@@ -39,10 +39,13 @@ from sharding.bucket import Bucket
 from sharding.debug import checksums
 from sharding.load_checks import check_keys
 from sharding.negotiation import ParamSpec, negotiate
+from sharding.plan_file import PlanSource, planned_bucket
 from sharding.state import ModuleState, attach_state, state_of
 from sharding.structure import DeclaresStructure, Demand, Structure
 
 StructureFn = Callable[[str, nn.Parameter], Structure | None]
+
+_RESIDENT_PADDING = 0.02
 
 ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
 
@@ -58,7 +61,8 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     optimizer: DeclaresStructure | None = None,
     structure: StructureFn | None = None,
-    resident_padding: float = 0.02,
+    resident_padding: float = _RESIDENT_PADDING,
+    plan: PlanSource | None = None,
 ) -> ModuleOrList:
     """Shards the parameters of `module` over `mesh`, in place; they become one bucket.
 
@@ -88,13 +92,16 @@ def fully_shard(
         resident_padding: Padding, as a fraction of the bucket's elements, up to which cuts are
             moved out of the units that `optimizer` wants whole in its step, so that they need not
             travel to an owner. 0 moves none. Changes where things lie, never what they become.
+        plan: A layout made before, in place of one made here: the path of what `vfsdp plan --json`
+            wrote, or what `json.load` made of it.
 
     Returns:
         `module`, whose class now derives from `FSDPModule`.
 
     Raises:
         ValueError: A container without a forward, a module that is sharded already, a mesh that is
-            not 1-D or 2-D, parameters that are DTensors, demands that cannot be combined.
+            not 1-D or 2-D, parameters that are DTensors, demands that cannot be combined, a plan
+            that does not fit.
         TypeError: `module` is not a module.
         NotImplementedError: A valid request of torch's `fully_shard` that is not supported here.
         RuntimeError: No process group.
@@ -122,14 +129,18 @@ def fully_shard(
     if sites:
         originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
         specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
-        plan = negotiate(
-            ", ".join(map(class_name, modules)),
-            specs,
-            shard_size(mesh),
-            resident_padding=resident_padding,
-        )
+        name, ranks = ", ".join(map(class_name, modules)), shard_size(mesh)
+        if plan is None:
+            layout = negotiate(name, specs, ranks, resident_padding=resident_padding)
+        elif resident_padding != _RESIDENT_PADDING:
+            raise ValueError(
+                f"resident_padding={resident_padding!r} shapes a layout, and plan= is one; make "
+                f"the plan with --resident-padding {resident_padding!r}, and pass plan= alone"
+            )
+        else:
+            layout = planned_bucket(plan, name, specs, ranks)
         bucket = Bucket(
-            plan,
+            layout,
             list(sites.values()),
             mesh=mesh,
             mp_policy=mp_policy,

@@ -208,7 +208,7 @@ def negotiate(
             f"bucket {name!r} has several parameters named {', '.join(map(repr, repeated))}. "
             "Give each parameter once, under one name."
         )
-    stored = tuple(_stored_granule(param) for param in params)
+    stored = tuple(stored_granule(param) for param in params)
     raised = tuple(map(_raised_granule, params, stored))
     # Names are left out, so that equal layers are negotiated once.
     unnamed = tuple(replace(param, fqn=str(i)) for i, param in enumerate(params))
@@ -217,7 +217,7 @@ def negotiate(
     return layout.plan(name, params, granules)
 
 
-def _stored_granule(param: ParamSpec) -> Granule:
+def stored_granule(param: ParamSpec) -> Granule:
     """The cuts that the default block and all `stored` demands of a parameter allow."""
     default = Demand(Blocks(max(1, min(DEFAULT_BLOCK, param.numel))), "stored", "fully_shard")
     granule = default.structure.granule(param.shape)
