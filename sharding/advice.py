@@ -28,19 +28,7 @@ def _sentences(model: ModelShapes, capacity: Capacity) -> Iterator[str]:
     if capacity.padding > TOLERATED:
         yield from _on_padding(model, capacity)
     for bucket in capacity.buckets:
-        count = len(bucket.plan.segments)
-        if count > len(set(zip(bucket.plan.dtypes, bucket.plan.trainable, strict=True))):
-            whole = negotiate(
-                bucket.name,
-                bucket.plan.params,
-                bucket.divided.world_size,
-                segment_gain=float("inf"),
-            )
-            yield (
-                f"segments: {bucket.name} moves in {count} segments of one coalesced call and pads "
-                f"{bucket.plan.padding_ratio:.2%}; in one segment it would pad "
-                f"{whole.padding_ratio:.2%}"
-            )
+        yield from _on_segments(bucket, capacity.setup)
     for bucket in capacity.buckets:
         yield from _on_residency(bucket)
     if capacity.skew is not None and capacity.skew > UNEVEN:
@@ -86,6 +74,28 @@ def _first_tolerated(options: Iterable[tuple[float, T]]) -> tuple[float, T] | No
         if best is None or padding < best[0]:
             best = padding, option
     return best
+
+
+def _on_segments(bucket: PlannedBucket, setup: Setup) -> Iterator[str]:
+    """What it gains that tensors of one kind lie in several segments."""
+    plan = bucket.plan
+    if len(plan.segments) == len(set(zip(plan.dtypes, plan.trainable, strict=True))):
+        return
+    whole = negotiate(
+        bucket.name,
+        plan.params,
+        bucket.divided.world_size,
+        resident_padding=setup.resident_padding,
+        segment_gain=float("inf"),
+    )
+    matrices = sum(unit.numel for param in plan.params for unit in param.step_units)
+    more = (whole.owned_numel - plan.owned_numel) / max(1, matrices)
+    travel = f", and {more:.0%} more of its matrices would travel" if more > 0 else ""
+    yield (
+        f"segments: {bucket.name} moves in {len(plan.segments)} segments of one coalesced call and "
+        f"pads {plan.padding_ratio:.2%}; in one segment it would pad {whole.padding_ratio:.2%}"
+        f"{travel}"
+    )
 
 
 def _on_residency(bucket: PlannedBucket) -> Iterator[str]:

@@ -40,7 +40,7 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
     return [
         ("shards x copies", f"{ranks.shard_ranks:,} x {ranks.replicate}" + _others(ranks)),
         ("padding", f"{capacity.padding:.2%}"),
-        ("no layout is below", f"{capacity.bound:.2%} ({proven})"),
+        ("least with these cuts", f"{capacity.bound:.2%} ({proven})"),
         ("parameters", _gib(memory.parameters)),
         ("gradients", _gib(memory.gradients)),
         ("optimizer states", _gib(memory.states)),

@@ -61,7 +61,7 @@ def test_table_has_a_column_for_each_number_of_ranks(
         "ranks 2 8",
         "shards x copies 2 x 1 8 x 1",
         "padding",
-        "no layout is below",
+        "least with these cuts",
         "parameters",
         "gradients",
         "optimizer states",
