@@ -48,6 +48,7 @@ class DynamicMap:
         codes: (65536,) uint8: the smallest code of the numbers with these upper bits, which count
             from the sign bit alone on (a NaN has any sign).
         uppers: (65536,) float32: `bounds` of `codes`.
+        zero: the code of zeros in a block that has other numbers too.
 
     References:
         Dettmers et al. 2022, arXiv:2110.02861, section 2.1 and appendix F.
@@ -58,13 +59,9 @@ class DynamicMap:
         values = _map_values(signed)
         bounds = _bounds(values, signed)
         codes = _codes_of_halves(bounds)
+        self.zero = int(codes[_HALF // 2])
         self.values, self.bounds, self.codes = (x.to(device) for x in (values, bounds, codes))
         self.uppers = self.bounds[self.codes.long()]
-
-    @property
-    def zero(self) -> int:
-        """The code of zeros in a block that has other numbers too."""
-        return int(self.codes[_HALF // 2])
 
     def encode(self, x: Tensor, codes: Tensor, absmax: Tensor, scratch: Scratch) -> None:
         """Write the codes and scales of `x`; `x` is overwritten.

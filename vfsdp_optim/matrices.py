@@ -19,7 +19,7 @@ from sharding.structure import FullMatrix, Unit
 from sharding.units import UnitSpec
 from vfsdp_optim.algorithm import MatrixAlgorithm
 from vfsdp_optim.nonfinite import Skip, undo
-from vfsdp_optim.runs import Member
+from vfsdp_optim.runs import Member, pieces
 from vfsdp_optim.scratch import Scratch
 from vfsdp_optim.shards import ParamShard, Ranks
 from vfsdp_optim.weights import MASTER
@@ -62,13 +62,15 @@ class Job:
     def write_input(self, grad: Tensor, out: Tensor) -> None:
         """Write the input of the local elements; `grad` is the local gradient of the parameter,
         1-D."""
-        start, stop = self.start, self.start + self.numel
-        # Of what is kept, rounding of states included: so it does not depend on where units lie.
-        states = {
-            key: state.read(start, stop, self.scratch, f"read {key}")
-            for key, state in self.member.states.items()
-        }
-        self.algorithm.write_input(self.group, grad[start:stop], states, out)
+        held = self.member.states
+        packed = any(state.packed for state in held.values())
+        # Plain states are read where they are, in one call.
+        ranges = pieces(self.numel, out.device, copied=True) if packed else [(0, self.numel)]
+        for first, last in ranges:
+            start, stop = self.start + first, self.start + last
+            # What is kept, rounding included: so it does not depend on where units lie.
+            states = {k: s.read(start, stop, self.scratch, f"read {k}") for k, s in held.items()}
+            self.algorithm.write_input(self.group, grad[start:stop], states, out[first:last])
 
     def update(self, inputs: Tensor, scratch: Scratch) -> Tensor:
         """Return the update of the whole unit, 1-D as its input is, in the same dtype.
@@ -96,16 +98,23 @@ class Job:
             # On the CPU, a + alpha * b in bfloat16 rounds in another way at the ends of a tensor
             # than inside; in float32, rounded once, it does not depend on where a shard is cut.
             update = update.float()
-        start, stop = self.start, self.start + self.numel
-        piece, rule = param[start:stop], self.member.weights
+        rule, device = self.member.weights, param.device
+        ranges = pieces(self.numel, device, copied=True) if rule.draws else [(0, self.numel)]
+        for first, last in ranges:
+            start, stop = self.start + first, self.start + last
+            self._apply(param[start:stop], update[first:last], factor, start, skip)
+
+    def _apply(self, param: Tensor, update: Tensor, factor: float, start: int, skip: Skip) -> None:
+        """Add to the local elements from `start` on, `param`."""
+        stop, rule = start + param.numel(), self.member.weights
         state = self.member.states.get(MASTER)
         master = None if state is None else state.read(start, stop, self.scratch, MASTER)
-        written = [piece] if master is None else [piece, master]
+        written = [param] if master is None else [param, master]
         kept = [tensor.clone() for tensor in written] if isinstance(skip, Tensor) else []
-        weights = rule.open(piece, master, self.scratch)
+        weights = rule.open(param, master, self.scratch)
         weights.add_(update, alpha=factor)
         places = [self.member.place(start, stop, update=1)] if rule.draws else []
-        rule.close(piece, weights, places, self.scratch)
+        rule.close(param, weights, places, self.scratch)
         for old, new in zip(kept, written, strict=False):
             undo(skip, old, new)
 

@@ -29,9 +29,9 @@ from vfsdp_optim.weights import MASTER, Place, WeightRule, stream_of
 
 # Elements per thread that stay in a core's cache together with their gradient and states.
 _CHUNK = 1 << 19
-# The same where states are decoded first: with the codec's working memory, in a smaller cache.
-_PACKED_CHUNK = 1 << 17
-# Elements of packed states that other devices decode at a time: some working memory, long kernels.
+# The same where states are decoded first: with the codec's working memory.
+_COPIED_CHUNK = 1 << 17
+# The same on other devices: some working memory, long kernels.
 _DEVICE_CHUNK = 1 << 22
 # Elements of a run whose old values are kept until a device has decided between old and new.
 _KEPT_CHUNK = 1 << 24
@@ -209,18 +209,9 @@ class Run:
         return self.param[start:stop], self.grad[start:stop], states
 
     def _pieces(self) -> Iterator[tuple[int, int]]:
-        numel, packed = self.param.numel(), any(s.packed for s in self.states.values())
-        if self.param.device.type == "cpu":
-            size = (_PACKED_CHUNK if packed else _CHUNK) * torch.get_num_threads()
-        elif packed:
-            size = _DEVICE_CHUNK
-        else:
-            size = _KEPT_CHUNK if isinstance(self.skip, Tensor) else numel
-        pieces = -(-numel // size)
-        size = -(-numel // pieces)  # all alike: a call on a short rest costs as much
-        size = -(-size // ALIGN) * ALIGN  # whole blocks
-        for start in range(0, numel, size):
-            yield start, min(start + size, numel)
+        copied = self.members[0].weights.draws or any(s.packed for s in self.states.values())
+        kept = isinstance(self.skip, Tensor)
+        return pieces(self.param.numel(), self.param.device, copied=copied, kept=kept)
 
     def _gaps_in(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the padding in elements start:stop, counted from `start`."""
@@ -252,6 +243,32 @@ class Run:
         """Write back the parameter where `param` is a copy of it."""
         if len(self.members) == 1:
             self.members[0].close(self.param)
+
+
+def pieces(
+    numel: int, device: torch.device, *, copied: bool, kept: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges in which to work on `numel` elements.
+
+    They fit a CPU's caches; elsewhere they are long, and bound working memory.
+
+    Args:
+        numel: elements.
+        device: where they are.
+        copied: whether states or weights are worked on as fp32 copies.
+        kept: whether old values are.
+    """
+    if device.type == "cpu":
+        size = (_COPIED_CHUNK if copied else _CHUNK) * torch.get_num_threads()
+    elif copied:
+        size = _DEVICE_CHUNK
+    else:
+        size = _KEPT_CHUNK if kept else numel
+    if numel > size:
+        size = -(-numel // -(-numel // size))  # all alike: a call on a short rest costs as much
+        size = -(-size // ALIGN) * ALIGN  # whole blocks
+    for start in range(0, numel, max(size, 1)):
+        yield start, min(start + size, numel)
 
 
 @dataclass(frozen=True, slots=True)

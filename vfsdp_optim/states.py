@@ -234,7 +234,7 @@ def _cut(rows: Tensor, runs: Runs, shard: ParamShard, fqn: str) -> Tensor:
         if not placement.is_replicate() and mesh.size(axis) > 1
     ]
     if not isinstance(param, RaggedDTensor) and not cut:
-        return DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim, shape=shape)
+        return DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim)
     if not isinstance(param, RaggedDTensor) and (cut != [mesh.ndim - 1] or mesh.ndim > 2):
         raise NotImplementedError(
             f"{fqn}: 8-bit states of a parameter with placements {placements} on {mesh!r} are not "

@@ -115,7 +115,7 @@ def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
 @given(
     program=step_programs(
         shapes=with_large_matrices(),
-        layouts=("blocks", "ours", "negotiated"),
+        layouts=("blocks", "ours", "ours_hsdp", "negotiated"),
         dtypes=("float32", "bfloat16"),
         checkpoints=CHECKPOINTS,
     )
@@ -128,7 +128,7 @@ def test_8bit_optimizer_equals_its_unsharded_self_through_any_program(name, prog
 @given(
     program=step_programs(
         shapes=with_large_matrices(),
-        layouts=("blocks", "ours", "negotiated"),
+        layouts=("blocks", "ours", "ours_hsdp", "negotiated"),
         dtypes=("bfloat16",),
         checkpoints=CHECKPOINTS,
     )

@@ -1,6 +1,8 @@
 """8-bit states: as exact as 32-bit ones on shards, a quarter of their memory, and safe where
 rounding could hurt."""
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from ranks import run_ranks
 from sharding import fully_shard
 from sharding.placement import RaggedShard
 from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
-from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim import AdamW, Muon, param_groups, runs
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.precision import SMALLEST_8BIT
 from vfsdp_optim.runs import Run
@@ -426,3 +428,33 @@ def test_8bit_states_are_in_the_plan():
     plan = optimizer.plan()
     assert [(row.fqn, row.states) for row in plan.rows] == [("w0", "8bit"), ("w1", "32bit")]
     assert "1 in 8 bits" in str(plan)
+
+
+def test_8bit_optimizer_is_copied_and_pickled_with_its_codes():
+    ((_, param),) = params = named_matrices(1)
+    optimizer = AdamW(params, states="8bit")
+    for copied in (copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))):
+        param.grad = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+        optimizer.step()
+        other = copied(optimizer)
+        (twin,) = other.param_groups[0]["params"]
+        twin.grad = param.grad.clone()
+        other.step()
+        optimizer.step()
+        for key, value in optimizer.state[param].items():
+            assert torch.equal(other.state[twin][key], value)
+        assert torch.equal(twin, param)
+
+
+def test_8bit_matrix_is_read_in_pieces_with_the_same_bits(monkeypatch):
+    results = []
+    for size in (1 << 17, 512):
+        monkeypatch.setattr(runs, "_COPIED_CHUNK", size)
+        param = nn.Parameter(torch.ones(50, 100, dtype=torch.bfloat16))
+        optimizer = Muon([("w", param)], lr=0.01, states="8bit", stochastic_rounding=True)
+        for step in range(3):
+            grad = torch.randn(50, 100, generator=torch.Generator().manual_seed(step))
+            param.grad = grad.to(torch.bfloat16)
+            optimizer.step()
+        results.append(param.detach())
+    assert torch.equal(*results)
