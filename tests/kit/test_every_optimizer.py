@@ -45,14 +45,16 @@ def make_muon(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return Muon(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
 
 
-def make_muon_in_small_waves(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+def make_muon_in_small_waves(
+    module: nn.Module, largest: int = LARGEST, **options: Any
+) -> torch.optim.Optimizer:
     """Muon whose exchanges have just the room of the largest matrix, and of its copies."""
     params = list(module.parameters())
     group = options.get("process_group")
     copies = 1 if group is None else dist.get_world_size(group)
     if isinstance(params[0], DTensor) and params[0].device_mesh.ndim == 2:
         copies = params[0].device_mesh.size(0)
-    room = 4 * LARGEST * (1 + copies if copies > 1 else 1)
+    room = 4 * largest * (1 + copies if copies > 1 else 1)
     return make_muon(module, max_exchange_bytes=room, adjust_lr_fn="match_rms_adamw", **options)
 
 
@@ -71,7 +73,7 @@ IN_BLOCKS = {
     ),
     "muon_8bit": partial(make_muon, states="8bit"),
     "muon_8bit_in_small_waves": partial(
-        make_muon, states="8bit", max_exchange_bytes=4 * LARGEST_MATRIX, nesterov=False
+        make_muon_in_small_waves, states="8bit", largest=LARGEST_MATRIX, nesterov=False
     ),
 }
 OF_BFLOAT16 = {

@@ -52,6 +52,13 @@ def test_verify_passes_for_ours_and_measures_beside_fsdp2():
     assert "not counted" not in result.stderr
 
 
+def test_verify_checks_8bit_states_on_our_shards():
+    result = run("--steps", "2", "--optimizer", "adamw_8bit", "muon_8bit")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert [cells(result.stdout, f"{n} 8bit", "ours")[2] for n in ("AdamW", "Muon")] == ["yes"] * 2
+    assert "fsdp2" not in result.stdout
+
+
 def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded():
     result = run(
         "--model", "verify_subjects:make_model", "--optimizer", "verify_subjects:make_wrong"

@@ -23,6 +23,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,22 +103,24 @@ class _MuonAndAdamW:
             part.zero_grad()
 
 
-def _adamw(module: nn.Module) -> torch.optim.Optimizer:
-    return AdamW(module.named_parameters(), lr=1e-3)
+def _adamw(module: nn.Module, states: str = "32bit") -> torch.optim.Optimizer:
+    return AdamW(module.named_parameters(), lr=1e-3, states=states)
 
 
-def _muon(module: nn.Module) -> torch.optim.Optimizer:
-    return Muon(param_groups(module, adamw=dict(lr=1e-3)), lr=0.02)
+def _muon(module: nn.Module, states: str = "32bit") -> torch.optim.Optimizer:
+    return Muon(param_groups(module, adamw=dict(lr=1e-3)), lr=0.02, states=states)
 
 
 def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
 
 
-# name -> (ours, torch's beside it on FSDP2)
-OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer]] = {
+# name -> (ours, torch's beside it on FSDP2). FSDP2 cuts inside blocks of 8-bit states.
+OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
     "adamw": (_adamw, _torch_adamw),
     "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
+    "adamw_8bit": (partial(_adamw, states="8bit"), None),
+    "muon_8bit": (partial(_muon, states="8bit"), None),
 }
 
 
@@ -228,7 +231,9 @@ def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[s
         found = found or _difference_of_step(sharded, plain, step)
     kind = type(plain.optimizer)
     of_torch = kind.__module__.startswith("torch.")
-    return found, ("torch.optim." if of_torch else "") + kind.__name__.removeprefix("_")
+    packed = any(group.get("states") == "8bit" for group in plain.optimizer.param_groups)
+    name = ("torch.optim." if of_torch else "") + kind.__name__.removeprefix("_")
+    return found, name + (" 8bit" if packed else "")
 
 
 def _difference_of_step(sharded: Trial, plain: Trial, step: int) -> str:
@@ -367,9 +372,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--optimizer",
         nargs="+",
-        default=list(OPTIMIZERS),
+        default=["adamw", "muon"],
         metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)}, or MODULE:FUNCTION (default: all)",
+        help=f"{', '.join(OPTIMIZERS)}, or MODULE:FUNCTION (default: adamw muon)",
     )
     parser.add_argument("--steps", type=int, default=3, help="steps that are compared")
     parser.add_argument("--rounds", type=int, default=10, help="steps that are timed")
@@ -394,8 +399,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     mine: list[Row] = []
     for name in arguments.optimizer:
         ours, theirs = OPTIMIZERS.get(name) or (load(name), load(name))
-        pairs = [("ours", ours), *([("fsdp2", ours)] if ours is not theirs else [])]
-        for layout, make in (*pairs, ("fsdp2", theirs)):
+        pairs = [("ours", ours)]
+        if theirs is not None:
+            pairs += [("fsdp2", make) for make in dict.fromkeys((ours, theirs))]
+        for layout, make in pairs:
             mine.append(
                 examine(
                     make_model,
