@@ -217,14 +217,14 @@ class RaggedShard(Placement):
         for units, ranks in self._runs:
             length = units * self._unit_numel
             stop = start + length * ranks
-            if length % block == 0 and stop <= numel:
+            if length == 0 or (length % block == 0 and stop <= numel):
                 runs.append((length // block, ranks))
             elif length % block == 0 or (ranks == 1 and stop >= numel):
                 last = start + length * (ranks - 1)
                 runs += [(length // block, ranks - 1), (-(-(numel - last) // block), 1)]
             else:
                 return None
-            start = stop
+            start = min(stop, numel)
         return tuple(runs)
 
     def __eq__(self, other: object) -> bool:

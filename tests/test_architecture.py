@@ -82,7 +82,7 @@ ORDER = {
         "foreign",
         "loading",
         "conversion",
-        "layout",
+        "members",
         "plan",
         "agreement",
         "optimizer",
@@ -217,6 +217,10 @@ def check_public_names(source: str, package: str) -> list[str]:
             isinstance(target, ast.Name) and target.id == "__all__" for target in node.targets
         ):
             names = ast.literal_eval(node.value)
+            # Importing such a module would put it in the place of the name.
+            hidden = sorted(set(names) & set(ORDER[package]))
+            if hidden:
+                return [f"{package} has modules called as its public names {hidden}"]
             if len(names) > MAX_PUBLIC:
                 return [f"{package} has {len(names)} public names, expected at most {MAX_PUBLIC}"]
             return []
@@ -344,6 +348,7 @@ def test_checker_finds_too_many_or_unlisted_public_names() -> None:
     assert check_public_names(f"__all__ = {names}", "sharding") != []
     assert check_public_names(f"__all__ = {names[1:]}", "sharding") == []
     assert check_public_names("x = 1", "sharding") != []
+    assert check_public_names('__all__ = ["planner"]', "sharding") != []
 
 
 def test_checker_finds_empty_names_and_long_files() -> None:

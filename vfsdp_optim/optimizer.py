@@ -16,7 +16,6 @@ from sharding.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.agreement import check_agreement
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
 from vfsdp_optim.conversion import converted
-from vfsdp_optim.layout import Layout, make_layout
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.matrices import (
     AbsentGradients,
@@ -27,6 +26,7 @@ from vfsdp_optim.matrices import (
     make_jobs,
     plan_jobs,
 )
+from vfsdp_optim.members import Layout, make_layout
 from vfsdp_optim.membership import check_current, check_kind, distinct, named
 from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan

@@ -97,6 +97,31 @@ def test_last_unit_may_be_shorter_and_ranks_may_be_empty_anywhere() -> None:
         ranges[5]
 
 
+@given(
+    units=st.lists(st.integers(0, 4), min_size=1, max_size=6),
+    unit=st.sampled_from([1, 2, 3, 4, 6, 8]),
+    missing=st.integers(0, 7),
+    block=st.sampled_from([1, 2, 4, 8]),
+)
+@example(units=[2, 0, 0], unit=4, missing=1, block=4)  # empty ranks after a short unit
+@example(units=[0, 3, 3], unit=2, missing=0, block=4)
+def test_runs_of_blocks_are_the_blocks_of_each_rank(
+    units: list[int], unit: int, missing: int, block: int
+) -> None:
+    numel = max(sum(units) * unit - min(missing, unit - 1), 0)
+    placement = RaggedShard((0,), units, unit)
+    bounds = placement.all_bounds(numel)
+    runs = placement.runs_of_blocks(numel, block)
+    if any(start % block and stop > start for start, stop in bounds):
+        assert runs is None
+    else:
+        counts = [
+            -(-stop // block) - start // block if stop > start else 0 for start, stop in bounds
+        ]
+        assert runs is not None
+        assert [count for count, ranks in runs for _ in range(ranks)] == counts
+
+
 def test_placement_has_constant_size_at_16384_ranks() -> None:
     def bytes_at(world_size: int) -> int:
         numel = world_size * 512 - 700
