@@ -93,10 +93,9 @@ class Member:
     @property
     def moved(self) -> bool:
         """Whether the parameter has other memory than when the span was found."""
-        if self.shard.data_ptr() != self.pointer:
-            return True
+        pointer = self.shard.data_ptr()
         # Without memory, empty or on meta, there is no address to tell.
-        return self.pointer == 0 and self.param.device != self.device
+        return pointer != self.pointer or (pointer == 0 and self.param.device != self.device)
 
     def parts(self) -> dict[str, Tensor]:
         """Return the local memory of the states, 1-D, by the keys of `views`."""

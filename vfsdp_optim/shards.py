@@ -264,6 +264,10 @@ class ParamShard:
         grad, param = self.param.grad, self.param
         if grad is None:
             return None
+        # The usual case first: this runs for every parameter in every step.
+        if isinstance(grad, RaggedDTensor) and isinstance(param, RaggedDTensor):
+            if grad._spec.placements == param._spec.placements:
+                return grad._local_tensor
         if isinstance(param, DTensor):
             placed = grad.placements if isinstance(grad, DTensor) else None
             if placed != param.placements or not isinstance(grad, DTensor):
