@@ -5,6 +5,7 @@ sharded.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import torch
@@ -51,8 +52,9 @@ class Algorithm(ABC):
 
     def __init__(self, **defaults: Any) -> None:
         self.defaults = {**PRECISION, **defaults}
-        if not isinstance(self.defaults["keep_32bit"], str):  # refused later, by name
-            self.defaults["keep_32bit"] = tuple(self.defaults["keep_32bit"])
+        kept = self.defaults["keep_32bit"]
+        if isinstance(kept, Iterable) and not isinstance(kept, str):  # refused with the group
+            self.defaults["keep_32bit"] = tuple(kept)
 
     def complete(self, group: dict[str, Any], where: str) -> None:
         """Fill in what a group does not say, and check what it says.

@@ -7,8 +7,8 @@ used; the maps are computed here and tested to be the same. One specification fo
   decodes to `map[code] * absmax`, rounded once.
 - An element x becomes the code whose map value is nearest to x / absmax (rounded once to fp32);
   in a tie, the smaller of the two.
-- Signed map: what is negative never becomes zero or positive, but may become the largest negative
-  value of the map; what is positive never becomes negative, but may become zero.
+- Signed map: a quotient below zero never becomes zero or positive, but may become the largest
+  negative value of the map; one above zero never becomes negative, but may become zero.
 - Unsigned map: in a block with an element that is not zero every code is at least 1. A second
   moment that vanishes beside a first moment that does not would make a step of m / eps.
 - A block of zeros has absmax 0, and decodes to zeros whatever its codes are.
@@ -19,6 +19,7 @@ Touches the tensors it is handed; keeps tables per device.
 
 import hashlib
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -56,7 +57,7 @@ class DynamicMap:
 
     def __init__(self, signed: bool, device: torch.device | str = "cpu") -> None:
         self.signed = signed
-        values = _map_values(signed)
+        values = _VALUES[signed]
         bounds = _bounds(values, signed)
         codes = _codes_of_halves(bounds)
         self.zero = int(codes[_HALF // 2])
@@ -100,29 +101,35 @@ def dynamic_map(signed: bool, device: torch.device) -> DynamicMap:
     return DynamicMap(signed, device)
 
 
-@cache
-def format_text() -> str:
-    """Return what a checkpoint says about its codes: format, version, block and hash of the
-    maps."""
-    digest = hashlib.sha256()
-    for signed in (True, False):
-        digest.update(_map_values(signed).numpy().tobytes())
-    return f"dynamic8 version {VERSION}, blocks of {BLOCK}, maps {digest.hexdigest()[:16]}"
-
-
 def block_count(numel: int) -> int:
     """Return how many blocks `numel` elements fill, the last one perhaps in part."""
     return -(-numel // BLOCK)
 
 
 def _map_values(signed: bool) -> Tensor:
-    values = [torch.tensor([0.0, 1.0])]
+    # Devices and dtypes are said: scripts and contexts change the defaults.
+    cpu: dict[str, Any] = dict(dtype=torch.float32, device="cpu")
+    values = [torch.tensor([0.0, 1.0], **cpu)]
     for i in range(_EXPONENTS):
         intervals = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1.0, intervals + 1)
+        edges = torch.linspace(0.1, 1.0, intervals + 1, **cpu)
         decade = (edges[:-1] + edges[1:]) / 2 * 10 ** (i + 1 - _EXPONENTS)
         values += [decade, -decade] if signed else [decade]
     return torch.cat(values).sort().values
+
+
+# Made on import, where no context replaces tensors by others without values.
+_VALUES = {signed: _map_values(signed) for signed in (True, False)}
+
+
+def _format_text() -> str:
+    maps = b"".join(values.numpy().tobytes() for values in _VALUES.values())
+    digest = hashlib.sha256(maps).hexdigest()[:16]
+    return f"dynamic8 version {VERSION}, blocks of {BLOCK}, maps {digest}"
+
+
+# What a checkpoint says about its codes: format, version, block and hash of the maps.
+FORMAT = _format_text()
 
 
 def _bounds(values: Tensor, signed: bool) -> Tensor:
@@ -131,18 +138,18 @@ def _bounds(values: Tensor, signed: bool) -> Tensor:
     bounds = exact.float()
     # A float32 is above the exact midpoint where it is above its rounding toward minus infinity.
     too_high = bounds.double() > exact
-    bounds[too_high] = torch.nextafter(bounds, torch.tensor(-torch.inf))[too_high]
+    bounds[too_high] = torch.nextafter(bounds, torch.full_like(bounds, -torch.inf))[too_high]
     if signed:
         zero = int((values == 0).nonzero())
-        bounds[zero - 1] = torch.nextafter(torch.tensor(0.0), torch.tensor(-1.0))
+        bounds[zero - 1] = torch.nextafter(values[zero], values[0])
     else:
         bounds[0] = -torch.inf
-    return torch.cat([bounds, torch.tensor([torch.inf])])
+    return torch.cat([bounds, bounds.new_full((1,), torch.inf)])
 
 
 def _codes_of_halves(bounds: Tensor) -> Tensor:
     """Return the smallest code of all float32 with the same upper 16 bits, in [-1, 1]."""
-    halves = torch.arange(_HALF, dtype=torch.int64)
+    halves = torch.arange(_HALF, dtype=torch.int64, device=bounds.device)
     negative = halves >= _HALF // 2
     # The lower bits take a negative number further down.
     lowest = (halves << 16) + torch.where(negative, 0xFFFF, 0)
@@ -150,5 +157,5 @@ def _codes_of_halves(bounds: Tensor) -> Tensor:
     numbers = signed_bits.view(torch.float32)
     codes = torch.bucketize(numbers, bounds[:-1])  # bounds < number, as in `encode`
     # A NaN has a sign that depends on how it came about.
-    codes[numbers.isnan()] = int(torch.bucketize(torch.tensor(0.0), bounds[:-1]))
+    codes[numbers.isnan()] = int(torch.bucketize(bounds.new_zeros(()), bounds[:-1]))
     return codes.roll(_HALF // 2).to(torch.uint8)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
-from vfsdp_optim.block_codec import BLOCK, dynamic_map
+from vfsdp_optim.block_codec import BLOCK, FORMAT, dynamic_map
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.runs import Member
 from vfsdp_optim.scratch import Scratch
@@ -49,13 +49,16 @@ def converted(
         saved = checkpoint.states.get(member.param)
         if saved is not None:
             algorithm = algorithms[groups[member.group]["algorithm"]]
-            state[numbers[member.param]] = _state(saved, member, algorithm)
+            saved_format = checkpoint.formats[member.group]
+            state[numbers[member.param]] = _state(saved, member, algorithm, saved_format)
             if algorithm.counts_steps(groups[member.group]):
                 state[numbers[member.param]]["step"] = saved.get("step", torch.tensor(0.0))
     return {"state": state, "param_groups": saved_groups}
 
 
-def _state(saved: Mapping[str, Any], member: Member, algorithm: Algorithm) -> dict[str, Any]:
+def _state(
+    saved: Mapping[str, Any], member: Member, algorithm: Algorithm, saved_format: str | None
+) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for key, state_format in member.formats.items():
         packed, plain = key + CODES in saved, key in saved
@@ -67,6 +70,11 @@ def _state(saved: Mapping[str, Any], member: Member, algorithm: Algorithm) -> di
                 "the checkpoint was written by another algorithm"
             )
         elif packed and isinstance(state_format, PlainFormat):
+            if saved_format not in (None, FORMAT):
+                raise ValueError(
+                    f"{member.fqn}: {key} is saved in local blocks, which cannot be converted; "
+                    "keep it in 8 bits on the same layout"
+                )
             signed = key not in algorithm.nonnegative
             values = _decoded(saved, key, member, signed).to(state_format.dtype)
             local = member.shard.values(values, f"{member.fqn}.{key}")
@@ -91,7 +99,7 @@ def _decoded(saved: Mapping[str, Any], key: str, member: Member, signed: bool) -
             raise ValueError(f"{member.fqn}.{name}: expected shape {shape}, got {found!r}")
         parts.append(part.full_tensor() if isinstance(part, DTensor) else part)
     codes, absmax = parts
-    numbers = torch.empty(codes.numel(), device=codes.device)
+    numbers = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
     dynamic_map(signed, codes.device).decode(codes.reshape(-1), absmax, numbers, Scratch())
     return numbers[: member.param.numel()].view(member.param.shape)
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vfsdp_optim.block_codec import BLOCK, block_count, dynamic_map, format_text
+from vfsdp_optim.block_codec import BLOCK, FORMAT, block_count, dynamic_map
 from vfsdp_optim.states import ABSMAX, CODES
 
 # https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py
@@ -34,7 +34,7 @@ def from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         precision = {}
         if packed & set(group["params"]):
-            precision = {"states": "8bit", "states_format": format_text()}
+            precision = {"states": "8bit", "states_format": FORMAT}
         groups.append({**known, **names, **precision, "params": group["params"]})
     return {"state": state, "param_groups": groups}
 
@@ -46,7 +46,8 @@ def _state(where: str, saved: dict[str, Any]) -> dict[str, Any]:
             f"{where}: expected the state1, state2 and step of a bitsandbytes Adam, got "
             f"{sorted(saved)}; other optimizers of bitsandbytes cannot be loaded"
         )
-    result: dict[str, Any] = {"step": torch.tensor(float(saved["step"]))}
+    step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
+    result: dict[str, Any] = {"step": step}
     for key, (name, number, signed) in _KEYS.items():
         value: Tensor = saved[key]
         if value.dtype != torch.uint8:

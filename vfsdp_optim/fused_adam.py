@@ -4,7 +4,7 @@ Touches the tensors of a run; communicates nothing. Never run on a GPU by the au
 the source of bitsandbytes 0.50.2, and tested with its CPU operator of the same signature.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,14 +17,17 @@ from vfsdp_optim.states import BlockState
 from vfsdp_optim.weights import MASTER
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Elements of a call: the kernel counts in int32.
+_LONGEST = 1 << 30
 
 
 def can_fuse(run: Run) -> bool:
     """Return whether the kernel can do the run; else it is decoded, updated and encoded."""
+    if run.param.device.type != "cuda":
+        return False
     moments = [state for key, state in run.states.items() if key != MASTER]
     return (
-        run.param.device.type == "cuda"
-        and len(moments) == 2
+        len(moments) == 2
         and all(isinstance(state, BlockState) for state in moments)
         and not isinstance(run.skip, Tensor)  # nothing would be left to undo it with
         and not run.members[0].weights.draws
@@ -44,7 +47,8 @@ def fused_adam(
     """Update a run of AdamW: decay, then moments, weights, codes and scales in one kernel.
 
     The kernel keeps the sign rule of block_codec.py. It rounds small second moments to zero; codes
-    are raised to 1 after it.
+    are raised to 1 after it. It passes over elements whose gradient is not finite; their blocks are
+    made NaN after it, which reaches the weights in the next step.
 
     Raises:
         RuntimeError: tensors that the kernel would read wrongly; it does not check itself.
@@ -65,17 +69,32 @@ def fused_adam(
     _check(run, weights, grad, mean, square)
     if weight_decay != 0:
         weights.mul_(1 - lr * weight_decay)  # the kernel would decay after the update
-    with _default_stream(weights.device):
-        torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-            "adam", grad, weights, mean.codes[:numel], square.codes[:numel], *betas, 0.0, 0.0, eps,
-            int(run.step), lr, mean.map.values, square.map.values, mean.absmax, square.absmax,
-            0.0, 1.0, False,
-        )  # fmt: skip
+    for start in range(0, numel, _LONGEST):
+        stop = min(start + _LONGEST, numel)
+        m, v = mean.narrow(start, stop), square.narrow(start, stop)
+        with _default_stream(weights.device):
+            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+                "adam", grad[start:stop], weights[start:stop], m.codes[: stop - start],
+                v.codes[: stop - start], *betas, 0.0, 0.0, eps, int(run.step), lr, m.map.values,
+                v.map.values, m.absmax, v.absmax, 0.0, 1.0, False,
+            )  # fmt: skip
     square.codes.clamp_(min=1)
+    _spread_nonfinite(grad, (mean.absmax, square.absmax))
     for start, stop in (*run.gaps, (numel, mean.codes.numel())):
         mean.codes[start:stop] = mean.map.zero
         square.codes[start:stop] = square.map.zero
+        weights[start:stop].zero_()  # eps may be 0, and the padding is 0 / 0 then
     rule.close(run.param, weights, (), scratch)
+
+
+def _spread_nonfinite(grad: Tensor, scales: Iterable[Tensor]) -> None:
+    """Make NaN of the scales of blocks whose gradient, (numel,), has an infinity or a NaN."""
+    whole = grad.numel() // BLOCK
+    blocks = grad[: whole * BLOCK].view(whole, BLOCK), grad[whole * BLOCK :].view(1, -1)
+    ends = [x.aminmax(dim=1) for x in blocks if x.numel()]
+    zeros = torch.cat([low * 0 + high * 0 for low, high in ends])  # or NaN
+    for absmax in scales:
+        absmax.add_(zeros)
 
 
 def _check(run: Run, weights: Tensor, grad: Tensor, mean: BlockState, square: BlockState) -> None:
@@ -93,10 +112,10 @@ def _check(run: Run, weights: Tensor, grad: Tensor, mean: BlockState, square: Bl
         if (tensor.dtype, tensor.numel(), tensor.device) != (dtype, length, weights.device)
         or not tensor.is_contiguous()
     ]
-    if wrong or numel >= 1 << 31:
+    if wrong:
         raise RuntimeError(
-            f"{run.members[0].fqn}: expected contiguous tensors of one device and length below "
-            f"2^31 for the 8-bit kernel, got {numel} elements and other {', '.join(wrong)}"
+            f"{run.members[0].fqn}: expected contiguous tensors of one device, {numel} elements "
+            f"and their blocks for the 8-bit kernel, got other {', '.join(wrong)}"
         )
 
 

@@ -21,7 +21,7 @@ from sharding.structure import FullMatrix
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
-_EMBEDDING, _HEAD = "embedding", "output head"  # reasons
+_HEAD, _NAMED = "output head", "named in matrices"  # reasons
 _ONE_MATRIX = str(FullMatrix())
 # For a transposed convolution the first axis is the input: the same map, transposed.
 _CONVOLUTION = "o ... -> o (...)"
@@ -126,7 +126,7 @@ def param_groups(
     chosen = _chosen(uses, matrices or {})
     heads = _heads(uses, chosen)
     routes = [_route(use, chosen, heads) for use in uses]
-    kept = _kept(routes, keep_32bit)
+    kept = _kept(uses, routes, keep_32bit)
     members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
     for use, route in zip(uses, routes, strict=True):
         if route.algorithm != "frozen":
@@ -144,15 +144,28 @@ def param_groups(
     return ParamGroups(groups, tuple(routes))
 
 
-def _kept(routes: list[Route], chosen: Iterable[str]) -> set[str]:
-    """Return the names of the parameters whose states stay in 32 bits."""
-    if isinstance(chosen, str):
+def _kept(uses: list[_Use], routes: list[Route], chosen: Iterable[str]) -> set[str]:
+    """Return the names of the parameters whose states stay in 32 bits.
+
+    Embeddings and heads do whatever `matrices` says of them.
+    """
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
         raise TypeError(f"keep_32bit: expected names such as ['head.weight'], got {chosen!r}")
     wanted = set(chosen)
     if unknown := sorted(wanted - {route.fqn for route in routes}):
         known = [route.fqn for route in routes]
         raise ValueError(f"keep_32bit names {unknown!r}, expected some of {known}")
-    return wanted | {r.fqn for r in routes if r.reason in (_EMBEDDING, _HEAD)}
+    vocabularies = {use.param.shape[0] for use in uses if _is_weight(use, _EMBEDDINGS)}
+    for use, route in zip(uses, routes, strict=True):
+        named_head = (
+            route.reason == _NAMED
+            and route.algorithm == "adamw"
+            and _is_weight(use, (nn.Linear,))
+            and use.param.shape[0] in vocabularies
+        )
+        if route.reason == _HEAD or named_head or _is_weight(use, _EMBEDDINGS):
+            wanted.add(use.fqn)
+    return wanted
 
 
 def _check_arguments(model: nn.Module, **mappings: object) -> None:
@@ -258,9 +271,9 @@ def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         return to("frozen", "requires no gradient")
     if use.fqn in chosen:
         pattern = chosen[use.fqn]
-        return to("adamw" if pattern is None else "muon", "named in matrices", pattern)
+        return to("adamw" if pattern is None else "muon", _NAMED, pattern)
     if _is_weight(use, _EMBEDDINGS):
-        return to("adamw", _EMBEDDING)
+        return to("adamw", "embedding")
     if prod(shape) == max(shape, default=1):
         return to("adamw", "vector")
     if use.fqn in heads:

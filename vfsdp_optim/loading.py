@@ -11,6 +11,7 @@ from torch import Tensor
 
 from sharding.names import match_by_name, plain_names
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
+from vfsdp_optim.block_codec import FORMAT
 from vfsdp_optim.foreign import from_bitsandbytes, is_bitsandbytes
 from vfsdp_optim.membership import named
 from vfsdp_optim.runs import Member
@@ -25,6 +26,11 @@ _EXECUTION_KEYS = frozenset(
 
 # What to do about a checkpoint in another precision.
 CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
+# What to do about codes that mean something else here.
+_RESUME = (
+    "resume with the version that wrote it, and where it says local blocks on the layout that "
+    "wrote it"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,7 @@ class Checkpoint:
     Attributes:
         hyper_parameters: by group of the optimizer, what to write into it.
         states: by parameter, the state saved for it; parameters without state are absent.
+        formats: by group of the optimizer, what the saved codes are; None where there are none.
 
     Raises:
         ValueError: it does not fit; see `StructuredOptimizer.load_state_dict`.
@@ -73,6 +80,9 @@ class Checkpoint:
             _check_structural(f"param group {g}", group, source, ("algorithm", *keys))
             if not any_precision:
                 _check_precision(g, group, source)
+            elif group["params"]:
+                _check_convertible(g, group, source)
+        self.formats = [source.get("states_format") for source in sources]
         self.hyper_parameters = [
             {key: deepcopy(value) for key, value in source.items() if key not in _EXECUTION_KEYS}
             for source in sources
@@ -214,11 +224,21 @@ def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> N
             _, fqn = next(named(group, f"param group {g}"), (None, f"param group {g}"))
             cure = CURE
             if key == "states_format" and source[key] and group[key]:
-                cure = "resume with the version that wrote it, and convert to 32 bits there"
+                cure = _RESUME
             raise ValueError(
                 f"{fqn}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
                 f"{cure}"
             )
+
+
+def _check_convertible(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
+    saved = source.get("states_format")
+    if saved not in (None, FORMAT, group["states_format"]):
+        _, fqn = next(named(group, f"param group {g}"))
+        raise ValueError(
+            f"{fqn}: the checkpoint has states_format={saved!r}, the optimizer "
+            f"{group['states_format']!r}; only {FORMAT!r} can be converted: {_RESUME}"
+        )
 
 
 def _comparable(value: Any) -> Any:

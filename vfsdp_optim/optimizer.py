@@ -30,7 +30,7 @@ from vfsdp_optim.members import Layout, make_layout
 from vfsdp_optim.membership import check_current, check_kind, distinct, named
 from vfsdp_optim.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.plan import OptimizerPlan, make_plan
-from vfsdp_optim.precision import check_names, check_params, check_precision
+from vfsdp_optim.precision import check_params, check_precision, check_used
 from vfsdp_optim.runs import Member
 from vfsdp_optim.scratch import Scratch
 from vfsdp_optim.shards import ParamShard, Ranks, local_tensor
@@ -86,7 +86,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._replicas = None if process_group is None else Ranks.of_group(process_group)
         self._reset()
         super().__init__(params, dict(algorithm.defaults))
-        check_names(algorithm.defaults["keep_32bit"], self.param_groups, type(self).__name__)
+        check_used(algorithm.defaults, self.param_groups, type(self).__name__)
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
@@ -114,7 +114,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 f"{sorted(self._algorithms)}; use vfsdp_optim.Muon for groups of both"
             )
         algorithm = self._algorithms[name]
-        own_names = group.get("keep_32bit", ())  # besides the constructor's, of other groups too
+        own_keys = set(group)
         algorithm.complete(group, where)
         check_precision(group, where)
         if not isinstance(group["params"], Tensor | set):  # for which the base class has rules
@@ -126,7 +126,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         finally:
             self.defaults = union
         try:
-            check_params(group, own_names, where)
+            check_params(group, own_keys, where)
             for param, fqn in named(group, where):
                 check_kind(param, fqn, whole_matrices=isinstance(algorithm, MatrixAlgorithm))
                 algorithm.check_param(group, param.shape, fqn)

@@ -5,7 +5,7 @@ The choice never depends on a local size, a mesh or a device, so it is the same 
 """
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from sharding.ragged_tensor import RaggedDTensor
-from vfsdp_optim.algorithm import Algorithm
-from vfsdp_optim.block_codec import BLOCK, format_text
+from vfsdp_optim.algorithm import PRECISION, Algorithm
+from vfsdp_optim.block_codec import BLOCK, FORMAT
 from vfsdp_optim.membership import named
 from vfsdp_optim.shards import ParamShard
 from vfsdp_optim.states import CODES, BlockFormat, PlainFormat, StateFormat, block_runs
@@ -29,11 +29,16 @@ _IN_PLACE, _MASTER_COPY, _RANDOM_ROUNDING = InPlace(), MasterCopy(), RandomRound
 
 
 def check_precision(group: dict[str, Any], where: str) -> None:
-    """Check the keys of a complete group that are in `PRECISION`.
+    """Check the keys of a complete group that are in `PRECISION`; read `keep_32bit` once.
 
     Raises:
+        TypeError: `keep_32bit` is text, or no collection.
         ValueError: an unknown choice, or choices that contradict each other.
     """
+    chosen = group["keep_32bit"]
+    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
+        raise TypeError(f"{where}: keep_32bit: expected names like ['head.weight'], got {chosen!r}")
+    group["keep_32bit"] = tuple(chosen)
     for key, choices in _CHOICES.items():
         if group[key] not in choices:
             raise ValueError(f"{where}: {key}: expected one of {choices}, got {group[key]!r}")
@@ -47,51 +52,46 @@ def check_precision(group: dict[str, Any], where: str) -> None:
         )
 
 
-def check_params(group: dict[str, Any], own_names: Iterable[str], where: str) -> None:
+def check_params(group: dict[str, Any], own_keys: Iterable[str], where: str) -> None:
     """Check the parameters of a group against its precision; leave in `keep_32bit` the names that
     are the group's.
 
     Args:
         group: complete, after torch has taken its parameters and names apart.
-        own_names: what the group itself says in `keep_32bit`, all of it names of its parameters.
+        own_keys: what the group itself says; the rest may be meant for other groups.
         where: names the group in errors.
 
     Raises:
-        TypeError: `keep_32bit` is text, or no collection.
         ValueError: a name is not a parameter's, or the parameters have nothing to round.
         NotImplementedError: a layout that is not supported.
     """
-    chosen = group["keep_32bit"]
-    if isinstance(chosen, str) or not isinstance(chosen, Iterable):
-        raise TypeError(f"{where}: keep_32bit: expected names like ['head.weight'], got {chosen!r}")
-    check_names(own_names, [group], where)
-    wanted = set(chosen)
+    check_used({key: group[key] for key in own_keys if key in PRECISION}, [group], where)
+    wanted = set(group["keep_32bit"])
     group["keep_32bit"] = tuple(n for n in group.get("param_names", ()) if n in wanted)
     for param, fqn in named(group, where):
         check_blocks(group, ParamShard.of(param, fqn), fqn)
     note_format(group, where)
-    narrow = [(p, fqn) for p, fqn in named(group, where) if p.dtype.itemsize < 4]
-    for key in ("master_weights", "stochastic_rounding"):
-        if group[key] and group["params"] and not narrow:
-            param, fqn = next(named(group, where))
-            raise ValueError(
-                f"{fqn}: {key}=True is for parameters of 16 bits, and the group has none: got "
-                f"{param.dtype}; leave it out"
-            )
-    for param, fqn in narrow:
-        if group["stochastic_rounding"] and param.dtype != torch.bfloat16:
+    for param, fqn in named(group, where):
+        rounded = weight_rule(group, param).draws and param.is_floating_point()  # or frozen
+        if rounded and param.dtype != torch.bfloat16:
             raise ValueError(
                 f"{fqn}: stochastic_rounding=True rounds to bfloat16, got {param.dtype}; use "
                 "master_weights=True"
             )
 
 
-def check_names(chosen: Iterable[str], groups: list[dict[str, Any]], where: str) -> None:
-    """Check that names in `keep_32bit` are of parameters in some of the groups.
+def check_used(options: dict[str, Any], groups: Sequence[dict[str, Any]], where: str) -> None:
+    """Check that options have something to act on in the groups that they are meant for.
+
+    Args:
+        options: some of `PRECISION`.
+        groups: complete.
+        where: names in errors who said it.
 
     Raises:
-        ValueError: one is not.
+        ValueError: a name in `keep_32bit` is not a parameter's, or no parameter has 16 bits.
     """
+    chosen = options.get("keep_32bit", ())
     known = [name for group in groups for name in group.get("param_names", ())]
     unknown = [name for name in chosen if name not in known]
     if unknown and not known:
@@ -101,6 +101,14 @@ def check_names(chosen: Iterable[str], groups: list[dict[str, Any]], where: str)
         )
     if unknown:
         raise ValueError(f"{where}: keep_32bit names {unknown!r}, expected some of {known}")
+    params = [item for group in groups for item in named(group, where)]
+    for key in ("master_weights", "stochastic_rounding"):
+        if options.get(key) and params and all(p.dtype.itemsize >= 4 for p, _ in params):
+            param, fqn = params[0]
+            raise ValueError(
+                f"{fqn}: {key}=True is for parameters of 16 bits, and {where} has none: got "
+                f"{param.dtype}; leave it out"
+            )
 
 
 def is_8bit(group: dict[str, Any], shape: tuple[int, ...], fqn: str) -> bool:
@@ -183,7 +191,7 @@ def note_format(group: dict[str, Any], where: str) -> None:
     """Write what the codes of a group are into it, for checkpoints; None where it has none."""
     group["states_format"] = None
     if group["states"] == "8bit":
-        group["states_format"] = format_text()
+        group["states_format"] = FORMAT
         shards = [
             (fqn, ParamShard.of(param, fqn))
             for param, fqn in named(group, where)

@@ -184,21 +184,23 @@ class Run:
         numbers. What is written to a piece, in place, is kept when the next is asked for; where
         `skip` is set it is undone then.
         """
-        rule = self.members[0].weights
-        for start, stop in self._pieces():
+        rule, undone = self.members[0].weights, isinstance(self.skip, Tensor)
+        packed = [key for key, state in self.states.items() if state.packed]
+        copied = rule.draws or bool(packed)
+        for start, stop in pieces(self.grad.numel(), self.grad.device, copied=copied, kept=undone):
             param, grad, states = self._piece(start, stop)
-            written = [param]
-            if isinstance(self.skip, Tensor):
-                written += (part for state in states.values() for part in state.parts().values())
-            kept = [tensor.clone() for tensor in written] if isinstance(self.skip, Tensor) else []
+            written = [param, *_parts(states)] if undone else []
+            kept = [tensor.clone() for tensor in written]
             numbers = {key: state.open(scratch, key) for key, state in states.items()}
             weights = rule.open(param, numbers.get(MASTER), scratch)
             yield weights, grad, numbers
-            for key, state in states.items():
-                if state.packed:
-                    state.close(numbers[key], self._gaps_in(start, stop), scratch)
+            gaps = self._gaps_in(start, stop) if packed else []
+            for a, b in gaps:  # in a block with a NaN all numbers are
+                weights[a:b].zero_()
+            for key in packed:
+                states[key].close(numbers[key], gaps, scratch)
             rule.close(param, weights, self._places(start, stop) if rule.draws else (), scratch)
-            for old, new in zip(kept, written, strict=False):
+            for old, new in zip(kept, written, strict=True):
                 undo(self.skip, old, new)
 
     def _piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, dict[str, State]]:
@@ -206,11 +208,6 @@ class Run:
             return self.param, self.grad, self.states
         states = {key: state.narrow(start, stop) for key, state in self.states.items()}
         return self.param[start:stop], self.grad[start:stop], states
-
-    def _pieces(self) -> Iterator[tuple[int, int]]:
-        copied = self.members[0].weights.draws or any(s.packed for s in self.states.values())
-        kept = isinstance(self.skip, Tensor)
-        return pieces(self.param.numel(), self.param.device, copied=copied, kept=kept)
 
     def _gaps_in(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Return the padding in elements start:stop, counted from `start`."""
@@ -242,6 +239,10 @@ class Run:
         """Write back the parameter where `param` is a copy of it."""
         if len(self.members) == 1:
             self.members[0].close(self.param)
+
+
+def _parts(states: dict[str, State]) -> list[Tensor]:
+    return [part for state in states.values() for part in state.parts().values()]
 
 
 def pieces(

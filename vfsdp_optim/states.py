@@ -140,7 +140,8 @@ class BlockFormat(StateFormat):
         """Return zero codes and zero scales."""
         blocks = block_count(numel)
         codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
-        return BlockState(codes, torch.zeros(blocks, device=device), self.signed, numel)
+        absmax = torch.zeros(blocks, dtype=torch.float32, device=device)
+        return BlockState(codes, absmax, self.signed, numel)
 
     def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
         """Return codes (blocks, 256) and scales (blocks,), cut where the parameter is."""

@@ -15,6 +15,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -44,7 +45,13 @@ class Place:
 
 
 class WeightRule(ABC):
-    """What is updated in the place of a parameter, and how the parameter follows."""
+    """What is updated in the place of a parameter, and how the parameter follows.
+
+    Attributes:
+        draws: whether `close` reads places.
+    """
+
+    draws: ClassVar[bool] = False
 
     @abstractmethod
     def open(self, param: Tensor, master: Tensor | None, scratch: Scratch) -> Tensor:
@@ -55,11 +62,6 @@ class WeightRule(ABC):
         self, param: Tensor, numbers: Tensor, places: Sequence[Place], scratch: Scratch
     ) -> None:
         """Write the parameter from the updated result of `open`."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether `close` reads places."""
-        return False
 
 
 class InPlace(WeightRule):
@@ -100,6 +102,8 @@ class RandomRounding(WeightRule):
     """A bfloat16 parameter is updated in fp32 and rounded up or down by chance, in proportion to
     the distance, so that the mean of many roundings is the number. See [Note: random rounding]."""
 
+    draws = True
+
     def open(self, param: Tensor, master: Tensor | None, scratch: Scratch) -> Tensor:
         """Return an fp32 copy."""
         return scratch.take(param.numel(), torch.float32, param.device, "weights").copy_(param)
@@ -116,11 +120,6 @@ class RandomRounding(WeightRule):
         bits = numbers.view(torch.int32)
         bits.add_(noise).bitwise_and_(-_LOW_BITS)
         param.copy_(numbers)
-
-    @property
-    def draws(self) -> bool:
-        """Return True."""
-        return True
 
 
 def stream_of(fqn: str, step: float, update: int) -> int:
