@@ -16,7 +16,7 @@ from ranks import run_ranks
 from sharding import fully_shard, load_full_state_dict
 from sharding.ragged_tensor import distribute_ragged
 from vfsdp_optim import AdamW, Muon
-from vfsdp_optim.block_codec import dynamic_map
+from vfsdp_optim.block_codec import FORMAT, dynamic_map
 from vfsdp_optim.scratch import Scratch
 
 # In the order in which nn.ParameterDict has them.
@@ -210,6 +210,36 @@ def test_conversion_adds_and_drops_master_weights():
     take_steps(model, master, range(2, 3))
     plain.load_state_dict(plain.convert_state_dict(master.state_dict()))
     assert set(plain.state[model["wide"]]) == {"momentum_buffer"}
+
+
+@pytest.mark.parametrize("states", ["8bit", "32bit"])
+def test_conversion_refuses_codes_that_mean_something_else(states):
+    """Their shapes fit, and the numbers would be wrong."""
+    model = make_model()
+    source = make_optimizer("adamw", model)
+    take_steps(model, source, range(1))
+    saved = source.state_dict()
+    target = make_optimizer("adamw", model, states=states)
+    for other in ("dynamic8 version 1, blocks of 256, maps 0", f"{FORMAT}, local blocks of 0"):
+        saved["param_groups"][0]["states_format"] = other
+        with pytest.raises(ValueError, match=f"norm: the checkpoint has states_format='{other}'"):
+            target.convert_state_dict(saved)
+
+
+def test_8bit_state_of_another_choice_of_parameters_is_named_and_converts():
+    model = make_model()
+    source = make_optimizer("adamw", model, keep_32bit=["odd"])
+    take_steps(model, source, range(1))
+    target = make_optimizer("adamw", model)
+    before = full_states(target)
+    with pytest.raises(ValueError, match=r"odd: expected state .*codes.*got .*convert_state_dict"):
+        target.load_state_dict(source.state_dict())
+    assert_same(full_states(target), before)
+    target.load_state_dict(target.convert_state_dict(source.state_dict()))
+    assert bool(target.state[model["odd"]]["exp_avg.absmax"].all())
+    again = make_optimizer("adamw", model, keep_32bit=["odd"])
+    again.load_state_dict(again.convert_state_dict(target.state_dict()))
+    assert again.state[model["odd"]]["exp_avg"].shape == (70, 71)
 
 
 # -------------------------------------------------------------------- other libraries

@@ -178,3 +178,16 @@ def test_codec_rounds_to_within_half_a_step(codec):
     assert float(error.max()) <= float(gaps.max()) / 2 * (1 + 1e-5)
     relative = (round_trip(codec, x) - x).norm() / x.norm()
     assert float(relative) < (0.015 if codec.signed else 0.008)
+
+
+@KINDS
+def test_codec_does_not_depend_on_torchs_defaults(codec):
+    """Scripts set a default dtype and device, and build models on the meta device."""
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("meta"):
+            other = DynamicMap(codec.signed)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for name in ("values", "bounds", "codes", "uppers"):
+        assert torch.equal(getattr(other, name), getattr(codec, name))

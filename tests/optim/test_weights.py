@@ -196,7 +196,46 @@ def step_with_gradients(param: nn.Parameter, choice: str) -> None:
         optimizer.step()
 
 
+def test_stochastic_rounding_differs_between_parameters_and_goes_on_after_a_restart():
+    start = torch.full((64, 64), 1 + 1 / 128, dtype=BF16)
+
+    def make(params: list[nn.Parameter]) -> Muon:
+        return Muon(params, lr=1e-3, weight_decay=0.5, stochastic_rounding=True)
+
+    def step(params: list[nn.Parameter], optimizer: Muon) -> None:
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer.step()
+
+    params = [nn.Parameter(start.clone()) for _ in range(2)]
+    optimizer = make(params)
+    for _ in range(3):
+        step(params, optimizer)
+    assert 0.1 < float((params[0] == params[1]).float().mean()) < 0.9
+    resumed = [nn.Parameter(param.detach().clone()) for param in params]
+    other = make(resumed)
+    other.load_state_dict(optimizer.state_dict())
+    before = params[0].detach().clone()
+    step(params, optimizer)
+    step(resumed, other)
+    assert not torch.equal(params[0], before)
+    assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
+
+
 # -------------------------------------------------------------------- bad input
+
+
+def test_master_weights_leave_groups_in_fp32_as_they_are():
+    """Norms are often kept in fp32 beside matrices in bfloat16."""
+    matrix = nn.Parameter(torch.ones(64, 64, dtype=BF16))
+    norm = nn.Parameter(torch.ones(64))
+    groups = [{"params": [("w", matrix)]}, {"params": [("norm", norm)], "algorithm": "adamw"}]
+    optimizer = Muon([dict(group) for group in groups], master_weights=True)
+    assert "master" in optimizer.state[matrix]
+    assert "master" not in optimizer.state[norm]
+    groups[1]["master_weights"] = True  # said of this group
+    with pytest.raises(ValueError, match="norm: master_weights=True is for parameters of 16 bits"):
+        Muon(groups)
 
 
 def test_master_weights_and_stochastic_rounding_exclude_each_other():
