@@ -113,7 +113,8 @@ def param_groups(
     Raises:
         TypeError: `model` is no module, or another argument no mapping.
         ValueError: a parameter for which no rule is sure, a glob or a name that matches no
-            parameter, globs that contradict each other, or a pattern that does not fit.
+            parameter, globs that contradict each other, a pattern that does not fit, or
+            `keep_32bit` inside another argument.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10))
@@ -175,6 +176,11 @@ def _check_arguments(model: nn.Module, **mappings: object) -> None:
         if value is not None and not isinstance(value, Mapping):
             example = "{'*.conv.weight': None}" if name == "matrices" else "{'lr': 3e-4}"
             raise TypeError(f"{name}: expected a mapping such as {example}, got {value!r}")
+        if name != "matrices" and value is not None and "keep_32bit" in value:
+            raise ValueError(
+                f"{name}: keep_32bit={value['keep_32bit']!r} would replace the names of embeddings "
+                "and output heads; pass it to param_groups itself, which adds them"
+            )
 
 
 def _uses(model: nn.Module) -> list[_Use]:

@@ -193,6 +193,8 @@ def test_8bit_states_leave_out_embeddings_and_heads_of_a_model():
     assert packed == {"2.weight"}
     with pytest.raises(ValueError, match=r"keep_32bit names \['nope'\], expected some of"):
         param_groups(model, keep_32bit=["nope"])
+    with pytest.raises(ValueError, match=r"adamw: keep_32bit=\['4.bias'\] would replace"):
+        param_groups(model, adamw={"keep_32bit": ["4.bias"]})
 
 
 # -------------------------------------------------------------------- what rounding must not do
