@@ -306,6 +306,11 @@ class Bucket:
         """Whether a gradient arrived that no reduction has taken yet."""
         return bool(self._seen)
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether gradients that were summed within a replica wait for the others."""
+        return self.replicas is not None and self.replicas.keeps_sums
+
     def begin_backward(self) -> None:
         """Checks what the reduction will add to.
 

@@ -13,7 +13,8 @@ fp32, and the total is divided once, by all ranks. Every replica ends with the s
 The second step is posted when the first step of the next bucket has been, so that it overlaps with
 that and with the backward between them. Where `requires_all_reduce` is off, the sums of the first
 step are kept instead, and added to those of the next reduction: the micro-batches of a step then
-communicate within replicas only. They are not in `.grad` until a reduction covers all ranks.
+communicate within replicas only. They are not in `.grad` until a reduction covers all ranks: the
+next backward with `requires_all_reduce`, whether it runs the module or not.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class Replicas:
         self.transport = Transport(group)
         self.tags = [next_tag(group) for _ in range(reductions)]
         self._kept: _Kept | None = None
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the second step of an earlier reduction was put off."""
+        return self._kept is not None
 
     def average(self, reduction: Reduction, workspace: Workspace, what: str) -> None:
         """Completes the first step of `reduction` and starts the second, or keeps the sums."""

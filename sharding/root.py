@@ -273,7 +273,10 @@ class RootContext:
             if bucket.requires_gradient_sync and bucket.has_gradients:
                 self._start_reduction(bucket)
         self._finish_reductions()
-        self._unreduced = [b for b in self._unreduced if not b.requires_gradient_sync]
+        # What waits for replicas is reduced by a later backward, also one that does not run it.
+        self._unreduced = [
+            b for b in self._unreduced if not b.requires_gradient_sync or b.keeps_sums
+        ]
         self._at_end = None
         for state in self.states:
             state.end_backward()

@@ -200,6 +200,43 @@ def test_reductions_without_all_reduce_accumulate_as_torchs(modes: str) -> None:
             assert gradient is None or torch.equal(gradient, of_first)
 
 
+class Optional(nn.Module):
+    """The second layer runs when it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 20, bias=False), nn.Linear(20, 20, bias=False)
+
+    def forward(self, x: Tensor, both: bool) -> Tensor:
+        return self.b(self.a(x)) if both else self.a(x)
+
+
+def gradients_of_a_step_that_ends_without_a_module(later: str) -> list[Tensor]:
+    """The full gradients of the module's weight after two steps of two micro-batches."""
+    torch.manual_seed(0)
+    model = Optional()
+    for part in (model.a, model.b, model):
+        fully_shard(part, mesh=mesh_of((2, 2)))
+    gradients = []
+    for _ in range(2):
+        for both in (True, False):
+            getattr(model, later)(not both)
+            model(torch.ones(2, 20) * (1 + dist.get_rank()), both).sum().backward()
+        gradients.append(model.b.weight.grad.full_tensor())
+        model.zero_grad()
+    return gradients
+
+
+def test_sums_that_wait_for_replicas_are_in_the_step_whose_last_micro_batch_leaves_a_module_out():
+    """torch 2.13 adds them to the gradient of the next step."""
+    names = "set_requires_all_reduce", "set_requires_gradient_sync"
+    results = [run_ranks(gradients_of_a_step_that_ends_without_a_module, 4, n) for n in names]
+    for waited, synced in zip(*results, strict=True):
+        assert waited[0].any()
+        for gradient, expected in zip(waited, synced, strict=True):
+            torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+
+
 def gradient_of_unused(used_on: list[list[int]]) -> Tensor | None:
     """What `unused` got when a step's micro-batches used it on these ranks."""
     model = Vector()
