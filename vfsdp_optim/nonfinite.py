@@ -67,6 +67,7 @@ class NonfiniteRule:
 
     def count(self, skip: Skip, steps: Tensor, advance: Tensor) -> None:
         """Add `advance` to `steps`, to be taken back if the device knows better."""
+        before = steps.clone()  # and not their difference: a parameter may still leave the step
         steps.add_(advance)
         if isinstance(skip, Tensor):
             event = None
@@ -75,19 +76,19 @@ class NonfiniteRule:
                 event = torch.accelerator.current_stream(skip.device).record_event()
             else:
                 host_flag = skip
-            self._unread = host_flag, event, steps, advance
+            self._unread = host_flag, event, steps, before
 
     def settle(self) -> None:
         """Read the flag of the last step, if only the device knew it."""
         if self._unread is None:
             return
-        host_flag, event, steps, advance = self._unread
+        host_flag, event, steps, before = self._unread
         self._unread = None
         if event is not None:
             event.synchronize()  # of a step ago: passed long since
         if host_flag:
             self._skipped += 1
-            steps.sub_(advance)
+            steps.copy_(before)
 
     @staticmethod
     def error(names: list[str], peers: Sequence[Ranks]) -> RuntimeError:

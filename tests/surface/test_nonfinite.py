@@ -5,7 +5,9 @@ import pickle
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
@@ -182,6 +184,38 @@ def test_ranks_of_all_meshes_skip_together():
     for bad_rank in (0, 3):
         for same in run_ranks(skip_on_two_meshes, 4, bad_rank):
             assert all(same)
+
+
+def skip_without_a_gradient(host_devices) -> tuple[list[float], list[bool]]:
+    """Step counts and whether anything moved, after a bad step and a good one without a gradient
+    of the first matrix on any rank."""
+    params = [nn.Parameter(torch.ones(40, 33, dtype=torch.bfloat16)) for _ in range(2)]
+    mesh = init_device_mesh("cpu", (2,))
+    params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
+    named = [("absent", params[0]), ("present", params[1])]
+    optimizer = Muon(named, lr=0.1, stochastic_rounding=True, on_nonfinite="skip")
+    optimizer._nonfinite.host_devices = host_devices
+    steps, moved = [], []
+    for bad in (True, False):
+        params[1].grad = torch.ones_like(params[1])
+        if bad and dist.get_rank() == 1:
+            params[1].grad.to_local()[0, 0] = float("inf")
+        optimizer.step()
+        steps += [float(optimizer.state[p]["step"]) for p in params]
+        moved += [
+            not torch.equal(p.full_tensor(), torch.ones_like(p).full_tensor()) for p in params
+        ]
+    return steps, moved
+
+
+@pytest.mark.parametrize("host_devices", [HOST, DEVICE], ids=["host", "device"])
+def test_parameter_of_muon_without_a_gradient_keeps_its_step_count_where_steps_are_skipped(
+    host_devices,
+):
+    """It counted down where only the device knew that the step was to be left out."""
+    for steps, moved in run_ranks(skip_without_a_gradient, 2, host_devices):
+        assert steps == [0.0, 0.0, 0.0, 1.0]
+        assert moved == [False, False, False, True]
 
 
 def calls_of_a_step(name: str, choice: str) -> dict[str, int]:
