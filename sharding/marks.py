@@ -65,7 +65,7 @@ class Marks:
         """
         if not self.peers:
             return
-        bits = self._packed(missing).to(out.device) if missing else self._all
+        bits = self._packed(missing).to(out.device, non_blocking=True) if missing else self._all
         out.index_copy_(0, positions, bits.repeat(len(self.peers)))
 
     def read(self, received: Tensor, positions: Tensor) -> frozenset[int]:

@@ -145,7 +145,7 @@ def _check_unit(unit: UnitSpec, world_size: int, slot_numel: int, two_ways: bool
             f"unit {unit.index} of {unit.fqn!r}: expected holders with ascending ranks below "
             f"{shards} that hold {unit.numel} elements together, got {unit.holders!r}"
         )
-    needed = 2 * unit.numel if two_ways and unit.replicas == 1 else unit.least_slot
+    needed = unit.least_slot(two_ways=two_ways)
     if needed > slot_numel:
         raise ValueError(
             f"unit {unit.index} of {unit.fqn!r} takes up {needed} elements, more than slot_numel="

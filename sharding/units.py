@@ -104,10 +104,13 @@ class UnitSpec:
         """Return how many elements of the update travel to the holders of all copies."""
         return self.replicas * self.numel - self.held_by(owner)
 
-    @property
-    def least_slot(self) -> int:
-        """Elements of the slots of its owner: what arrives, and what returns if it has copies."""
-        return self.numel * (1 + self.replicas) if self.replicas > 1 else self.numel
+    def least_slot(self, *, two_ways: bool) -> int:
+        """Return the elements of the slots of its owner: what arrives, and what returns.
+
+        Args:
+            two_ways: as in `slot_use`.
+        """
+        return self.numel * (1 + self.replicas) if two_ways else self.numel
 
     def slot_use(self, owner: int, *, two_ways: bool) -> list[tuple[int, int]]:
         """Return (rank, elements) of the slots that the unit takes up while it travels.

@@ -391,6 +391,7 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
     Raises:
         ValueError: a matrix that other ranks hold too is larger than `max_exchange_bytes`.
     """
+    two_ways = any(_copies(job.member.shard) > 1 for job in jobs)
     units: list[UnitSpec] = []
     previous, index, slot_numel = None, 0, 1
     for job in jobs:
@@ -398,7 +399,8 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
         if job.member is not previous:
             previous, shard = job.member, job.member.shard
             wire = job.algorithm.wire_dtype(job.group, job.member.param.device)
-            check_exchange(shard, job.member.fqn, job.structure, wire, max_exchange_bytes)
+            fqn = job.member.fqn
+            check_exchange(shard, fqn, job.structure, wire, max_exchange_bytes, two_ways=two_ways)
             slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
         if job.member.shard.ranks is None:  # never travels
             slot_numel = max(slot_numel, job.unit.numel)
@@ -407,10 +409,29 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
     return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
 
 
+def _copies(shard: ParamShard) -> int:
+    return 1 if shard.grid is None else shard.grid.replicas
+
+
 def check_exchange(
-    shard: ParamShard, fqn: str, structure: FullMatrix, wire: torch.dtype, max_exchange_bytes: int
+    shard: ParamShard,
+    fqn: str,
+    structure: FullMatrix,
+    wire: torch.dtype,
+    max_exchange_bytes: int,
+    *,
+    two_ways: bool = False,
 ) -> None:
     """Check that every matrix of a parameter fits into a slot, wherever it is cut.
+
+    Args:
+        shard: the parameter.
+        fqn: its name.
+        structure: cuts it into matrices.
+        wire: dtype on the wire.
+        max_exchange_bytes: that a slot may take.
+        two_ways: whether it travels beside parameters with copies, whose way back, and so its own,
+            has slots apart.
 
     Raises:
         ValueError: one does not.
@@ -419,13 +440,15 @@ def check_exchange(
     if shard.ranks is None or not units:
         return
     largest = max(units, key=lambda unit: unit.numel)
-    needed = wire.itemsize * UnitSpec(fqn, 0, largest.numel, 0, (), shard.grid).least_slot
+    copies = _copies(shard)
+    unit = UnitSpec(fqn, 0, largest.numel, 0, (), shard.grid)
+    needed = wire.itemsize * unit.least_slot(two_ways=two_ways or copies > 1)
     if needed > max_exchange_bytes:
         matrices = "a matrix" if largest.batch == 1 else f"{largest.batch} matrices"
-        copies = 1 if shard.grid is None else shard.grid.replicas
+        beside = " beside parameters with more" if two_ways and copies == 1 else ""
         raise ValueError(
             f"{fqn}: to exchange {matrices} of {largest.rows} x {largest.cols} as a whole, in "
-            f"{wire} and with {copies} cop{'y' if copies == 1 else 'ies'}, takes {needed} bytes, "
-            f"more than max_exchange_bytes={max_exchange_bytes!r}; pass max_exchange_bytes="
+            f"{wire} and with {copies} cop{'y' if copies == 1 else 'ies'}{beside}, takes {needed} "
+            f"bytes, more than max_exchange_bytes={max_exchange_bytes!r}; pass max_exchange_bytes="
             f"{needed} or more"
         )

@@ -421,7 +421,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 if member.shard.ranks is not None:
                     key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
                 made = make_jobs(member, algorithm, group, structure, self._scratch)
-                jobs.setdefault(key, []).extend(made)
+                if made:  # a parameter without elements has no matrices
+                    jobs.setdefault(key, []).extend(made)
         return jobs
 
     def _current_matrices(self, layout: Layout) -> list[LocalMatrices | ShardedMatrices]:

@@ -383,6 +383,59 @@ def test_one_optimizer_balances_shards_and_replicas_of_the_same_ranks_together()
             assert torch.equal(tensor, alone)
 
 
+def needs_room_beside_copies() -> str:
+    mesh = init_device_mesh("cpu", (2,))
+    rows = nn.Parameter(distribute_tensor(torch.ones(10, 10), mesh, [S0], src_data_rank=None))
+    copy = nn.Parameter(torch.ones(4, 4))
+    params = [("rows", rows), ("copy", copy)]
+    group = dist.group.WORLD
+    Muon(params[:1], max_exchange_bytes=400).plan()  # alone, updates return where inputs came from
+    optimizer = Muon(params, max_exchange_bytes=400, process_group=group)
+    with pytest.raises(ValueError, match="rows") as error:
+        step(optimizer, 1)
+    assert torch.equal(full(rows), torch.ones(10, 10))
+    assert torch.equal(copy, torch.ones(4, 4))
+    optimizer = Muon(params, max_exchange_bytes=800, process_group=group)
+    step(optimizer, 1)
+    assert not torch.equal(full(rows), torch.ones(10, 10))
+    return str(error.value)
+
+
+def test_muon_matrix_that_finds_no_room_beside_copies_is_an_error_with_the_size_it_needs():
+    assert (
+        run_ranks(needs_room_beside_copies, 2)
+        == [
+            "rows: to exchange a matrix of 10 x 10 as a whole, in torch.float32 and with 1 copy beside "
+            "parameters with more, takes 800 bytes, more than max_exchange_bytes=400; pass "
+            "max_exchange_bytes=800 or more"
+        ]
+        * 2
+    )
+
+
+def step_without_elements(layout: str) -> Tensor:
+    optimizer = muon_of(layout, [(0, 5), (4, 0)])
+    model = LAYOUTS[layout](Matrices([(3, 5)]))
+    # With another dtype on the wire the matrix travels apart from those without elements.
+    other = {"params": list(model.named_parameters()), "ns_dtype": torch.bfloat16}
+    step(optimizer, 1)
+    assert optimizer.plan().moved_bytes == 0
+    optimizer.add_param_group(other)
+    step(optimizer, 2)
+    return full(model.ws[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_muon_steps_parameters_without_elements(layout):
+    alone = nn.Parameter(full_tensors([(3, 5)], 0)[0])
+    alone.grad = full_tensors([(0, 5), (4, 0), (3, 5)], 2)[2]
+    Muon([alone], ns_dtype=torch.bfloat16, lr=0.1).step()
+    for result in run_ranks(
+        step_without_elements, 2 if layout in ("fsdp2", "replicated") else 4, layout
+    ):
+        assert torch.equal(result, alone)
+
+
 # ---------------------------------------------------------------- memory formats
 
 
