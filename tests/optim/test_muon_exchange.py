@@ -275,6 +275,27 @@ def train_long(steps: int) -> tuple[int, int, int, int, int]:
     return allocations.largest, reserved, limit, after - tensors, bytes_after - bytes_before
 
 
+def largest_allocation(dtype: torch.dtype, options: dict[str, Any]) -> int:
+    model = model_of(CUT).to(dtype)
+    fully_shard(model)
+    optimizer = Muon(model.named_parameters(), max_exchange_bytes=4 * 3 * 50 * 30, **options)
+    for p, full in zip(model.parameters(), full_gradients(CUT), strict=True):
+        p.grad = torch.zeros_like(p)
+        p.grad.copy_(full)
+    for _ in range(2):
+        optimizer.step()
+    with _Allocations() as allocations:
+        optimizer.step()
+    return allocations.largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_steps_of_muon_in_bfloat16_allocate_a_piece_of_one_matrix_at_most(dtype):
+    """As on CUDA: bfloat16 on the wire."""
+    for largest in run_ranks(largest_allocation, 2, dtype, {"ns_dtype": torch.bfloat16}):
+        assert largest <= 4 * 50 * 30
+
+
 def live() -> tuple[int, int]:
     gc.collect()
     with open("/proc/self/statm") as file:

@@ -405,8 +405,8 @@ def test_muon_matrix_that_finds_no_room_beside_copies_is_an_error_with_the_size_
     assert (
         run_ranks(needs_room_beside_copies, 2)
         == [
-            "rows: to exchange a matrix of 10 x 10 as a whole, in torch.float32 and with 1 copy beside "
-            "parameters with more, takes 800 bytes, more than max_exchange_bytes=400; pass "
+            "rows: to exchange a matrix of 10 x 10 as a whole, in torch.float32 and with 1 copy "
+            "beside parameters with more, takes 800 bytes, more than max_exchange_bytes=400; pass "
             "max_exchange_bytes=800 or more"
         ]
         * 2
