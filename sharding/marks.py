@@ -6,8 +6,10 @@ Decides from the plan which ranks share parameters; touches small tensors.
 A rank without the gradient of a parameter has to know whether others have it: with none anywhere
 the parameter is left alone, else the missing piece counts as zero. So, at the head of what two
 ranks send each other in the first wave of a step, each states for which of its parameters it has a
-gradient, one bit each. Ranks that share no parameter say nothing to each other. Only a rank that
-misses something reads what it was sent, and waits for it; the others look at nothing.
+gradient, one bit each. Ranks that share no parameter say nothing to each other, and an owner that
+holds no element of a parameter has no gradient of it, whatever stands in its `.grad`: the outcome
+does not depend on who owns what. Only a rank that misses something reads what it was sent, and
+waits for it; the others look at nothing.
 """
 
 from collections.abc import Collection, Sequence
@@ -46,6 +48,8 @@ class Marks:
         self.numel = -(-(max(parameters, default=-1) + 1) // self._bits)
         # About others a rank says nothing: not all who would have to know it hear of it.
         self._own = sorted(p for p, ranks in self._sharing.items() if rank in ranks)
+        held = {p for p, u in zip(parameters, plan.units, strict=True) if u.held_by(rank)}
+        self._held = [p for p in self._own if p in held]
         peers = frozenset[int]().union(*(self._sharing[parameter] for parameter in self._own))
         self.peers = tuple(sorted(peers - {rank}))
         self._dtype = dtype
@@ -86,7 +90,7 @@ class Marks:
 
     def _packed(self, missing: Collection[int]) -> Tensor:
         present = torch.zeros(self.numel * self._bits, dtype=torch.uint8)
-        present[self._own] = 1
+        present[self._held] = 1
         present[list(missing)] = 0
         weights = 2 ** torch.arange(8)
         return (present.view(-1, 8) * weights).sum(1).to(torch.uint8).view(self._dtype)

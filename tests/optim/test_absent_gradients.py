@@ -13,17 +13,19 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ranks import run_ranks
 from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
-from vfsdp_optim import Muon
+from vfsdp_optim import Muon, fully_shard
 from vfsdp_optim.testing.shardings import random_placements
 
 # On 3 ranks: cut in all ways, whole on a rank, empty on some, stacked matrices of which one is cut.
 SHAPES = [(40, 33), (7, 5), (2, 9), (60, 20), (1, 12), (150, 9)]
+# Large enough for 8-bit states; the first is small.
+LARGE = [(7, 5), (64, 72), (90, 50), (60, 70), (16, 256), (150, 40)]
 STEPS = 5
 
 
-def full_tensors(seed: int) -> list[Tensor]:
+def full_tensors(seed: int, shapes: list[tuple[int, int]] = SHAPES) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+    return [torch.randn(shape, generator=generator) for shape in shapes]
 
 
 def present(step: int, shard: int, index: int) -> bool:
@@ -78,10 +80,18 @@ def shard(layout: str) -> tuple[list[nn.Parameter], int]:
     return list(model.parameters()), rank
 
 
-def train(layout: str, max_exchange_bytes: int) -> tuple[list[list[Tensor]], list[Any], int]:
+def train(
+    layout: str, max_exchange_bytes: int, on_nonfinite: str = "ignore"
+) -> tuple[list[list[Tensor]], list[Any], int]:
     """Return full parameters and momenta after each step, this rank's ranges, and the waves."""
     params, shard_rank = shard(layout)
-    optimizer = Muon(groups_of(params), lr=0.1, max_exchange_bytes=max_exchange_bytes)
+    optimizer = Muon(
+        groups_of(params),
+        lr=0.1,
+        max_exchange_bytes=max_exchange_bytes,
+        on_nonfinite=on_nonfinite,
+    )
+    optimizer._nonfinite.host_devices = frozenset()  # as on CUDA
     after = []
     for step in range(STEPS):
         for i, (param, gradient) in enumerate(zip(params, full_tensors(step + 1), strict=True)):
@@ -123,20 +133,22 @@ def train_alone(ranges: list[list[Any]]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks", "max_exchange_bytes"),
+    ("layout", "ranks", "max_exchange_bytes", "on_nonfinite"),
     [
-        ("ragged", 3, 1 << 20),
-        ("ragged", 3, 5400),
-        ("fsdp2", 3, 1 << 20),
-        ("fsdp2", 2, 5400),
-        ("hsdp", 4, 1 << 20),
-        ("hsdp", 4, 16000),
+        ("ragged", 3, 1 << 20, "ignore"),
+        ("ragged", 3, 5400, "skip"),
+        ("fsdp2", 3, 1 << 20, "skip"),
+        ("fsdp2", 2, 5400, "raise"),
+        ("hsdp", 4, 1 << 20, "ignore"),
+        ("hsdp", 4, 16000, "skip"),
     ],
 )
-def test_gradients_that_some_ranks_lack_count_as_zero_there(layout, ranks, max_exchange_bytes):
+def test_gradients_that_some_ranks_lack_count_as_zero_there(
+    layout, ranks, max_exchange_bytes, on_nonfinite
+):
     """dion skipped such a matrix on the ranks without it, and the stacks that ranks exchanged
     differed; torchtitan's distributed Muon raised."""
-    results = run_ranks(train, ranks, layout, max_exchange_bytes)
+    results = run_ranks(train, ranks, layout, max_exchange_bytes, on_nonfinite)
     expected = train_alone([ranges for _, ranges, _ in results])
     waves = {waves for *_, waves in results}
     assert len(waves) == 1
@@ -145,6 +157,59 @@ def test_gradients_that_some_ranks_lack_count_as_zero_there(layout, ranks, max_e
         for step, (sharded, alone) in enumerate(zip(after, expected, strict=True)):
             for i, (a, b) in enumerate(zip(sharded, alone, strict=True)):
                 assert torch.equal(a, b), (step, i)
+
+
+def states_of(optimizer: Muon, params: list[nn.Parameter]) -> list[Tensor]:
+    """Copies of the parameters' and states' pieces on this rank, or of all of them."""
+    tensors = [*params, *(value for p in params for value in optimizer.state[p].values())]
+    return [
+        (x._local_tensor if isinstance(x, DTensor) else x).detach().flatten().clone()
+        for x in tensors
+    ]
+
+
+def train_8bit(
+    on_nonfinite: str, ranges: list[list[Any]] | None = None
+) -> tuple[list[Tensor], list[Any]]:
+    """Return the pieces on this rank after all steps, and its ranges; with the `ranges` of all
+    ranks train full tensors."""
+    model = nn.Module()
+    model.ws = nn.ParameterList(full_tensors(0, LARGE))
+    if ranges is None:
+        fully_shard(model)
+    params = list(model.parameters())
+    optimizer = Muon(
+        groups_of(params),
+        lr=0.1,
+        states="8bit",
+        max_exchange_bytes=4 * 6000,
+        on_nonfinite=on_nonfinite,
+    )
+    optimizer._nonfinite.host_devices = frozenset()
+    rank = dist.get_rank() if ranges is None else 0
+    for step in range(STEPS):
+        for i, (p, gradient) in enumerate(zip(params, full_tensors(step + 1, LARGE), strict=True)):
+            if ranges is None:
+                p.grad = place(gradient, p) if present(step, rank, i) else None
+                continue
+            held = [(r, start, stop) for r, start, stop in (each[i] for each in ranges)]
+            for r, start, stop in held:
+                gradient.view(-1)[start:stop] *= present(step, r, i)
+            has = any(present(step, r, i) and stop > start for r, start, stop in held)
+            p.grad = gradient if has else None
+        optimizer.step()
+    own = [(rank, *range_of(p)) for p in params] if ranges is None else []
+    return states_of(optimizer, params), own
+
+
+@pytest.mark.parametrize("on_nonfinite", ["ignore", "skip", "raise"])
+def test_gradients_that_some_ranks_lack_count_as_zero_in_8bit_states(on_nonfinite):
+    results = run_ranks(train_8bit, 3, on_nonfinite)
+    expected, _ = train_8bit(on_nonfinite, [ranges for _, ranges in results])
+    assert sum(x.dtype == torch.uint8 for x in expected) == 5
+    for i, full in enumerate(expected):
+        pieces = torch.cat([pieces[i] for pieces, _ in results])
+        assert torch.equal(pieces, full), i
 
 
 def train_replicas() -> list[Tensor]:

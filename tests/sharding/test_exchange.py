@@ -74,9 +74,9 @@ def heard(plan: OwnerPlan, rank: int, parameters: list[int], step: int) -> froze
     known: set[int] = set()
     for parameter in {parameters[i] for wave in plan.waves for i in wave}:
         units = [i for i, p in enumerate(parameters) if p == parameter]
-        ranks = {r for i in units for r, _, _ in plan.units[i].all_pieces()}
-        ranks |= {plan.owners[i] for i in units}
-        others = ranks - {rank} if rank in ranks else set()
+        holders = {r for i in units for r, _, _ in plan.units[i].all_pieces()}
+        hear = holders | {plan.owners[i] for i in units}
+        others = holders - {rank} if rank in hear else set()
         if any(not step or parameter not in missing(other, parameters) for other in others):
             known.add(parameter)
     return frozenset(known)
