@@ -147,6 +147,19 @@ def test_matrices_of_muon_have_the_bits_of_one_process_wherever_they_are_cut(
     )
 
 
+@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
+def test_matrices_of_muon_on_fsdp2_have_the_bits_of_one_process(world_size):
+    for seed, name in enumerate(NAMES):
+        shape, pattern, _ = draw_kind(name, seed)
+        assert_sharded_equals_unsharded(
+            partial(make_optimizer, pattern=pattern),
+            model=partial(Fused, shape, 50),
+            world_sizes=(world_size,),
+            layouts="fsdp2",
+            steps=2,
+        )
+
+
 @pytest.mark.parametrize("layout", ["hsdp", "ours_hsdp"])
 def test_matrices_of_muon_on_hsdp_of_two_by_two_have_the_bits_of_one_process(layout):
     for name in NAMES:
