@@ -191,7 +191,8 @@ class Muon(StructuredOptimizer):
         stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
             proportion; the chance is the same at every world size.
         max_exchange_bytes: memory on a rank for the matrices that travel at a time; at most twice
-            as much is reserved. Less means more exchanges, with less balanced work between.
+            as much is reserved, with replicas three times. Less means more exchanges, with less
+            balanced work between.
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.

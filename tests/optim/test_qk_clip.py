@@ -133,6 +133,38 @@ def test_qk_clip_of_muon_has_the_bits_of_one_process(
             assert torch.equal(actual[name], tensor), name
 
 
+def clip_replicas(case: Case) -> dict[str, Tensor]:
+    model = case.model()
+    group = {"params": list(model.named_parameters()), "algorithm": "adamw"}
+    optimizer = Muon([group], process_group=dist.group.WORLD)
+    optimizer.qk_clip(seen_by(dist.get_rank(), dist.get_world_size(), case.logits()))
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_replicas_clip_by_what_all_of_them_saw():
+    """ms-swift#9901, with whole parameters on every rank."""
+    case = Case(FUSED, 8, torch.float32, seed=0)
+    expected = clip_unsharded(case)
+    assert any(not torch.equal(p, expected[n]) for n, p in case.model().named_parameters())
+    for actual in run_ranks(clip_replicas, 3, case):
+        for name, tensor in expected.items():
+            assert torch.equal(actual[name], tensor), name
+
+
+def test_clipped_rows_stay_clipped_where_a_master_copy_is_updated():
+    w = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
+    optimizer = Muon([("w", w)], lr=0.0, master_weights=True)
+    heads = QKHeads("w", heads=2, head_dim=1)
+    for _ in range(2):
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        optimizer.qk_clip({heads: torch.tensor([400.0, 50.0])})
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    assert w[:, 0].tolist() == [0.25, 1, 0.25, 1]
+    assert torch.equal(optimizer.state[w]["master"], w.float())
+
+
 def test_qk_clip_scales_logits_of_every_head_to_the_threshold():
     torch.manual_seed(0)
     heads = QKHeads("q.weight", "k.weight", heads=3, head_dim=4)
