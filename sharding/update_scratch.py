@@ -33,23 +33,24 @@ def update_scratch(plan: BucketPlan, tensors: Sequence[TensorShape], setup: Setu
         setup: Optimizer, states and backend.
     """
     scratch: Scratch = {}
+    limit = PACKED_CPU_CHUNK if setup.backend == "gloo" else PACKED_CHUNK
     for algorithm, packed, itemsize, rank, numel in _runs(plan, tensors, setup):
         if packed and algorithm == "adamw" and setup.backend == "nccl":
             continue  # one kernel decodes, updates and encodes
         if packed:
-            limit = PACKED_CPU_CHUNK if setup.backend == "gloo" else PACKED_CHUNK
             _need_codes(scratch, _STATES[algorithm], rank, _chunk(numel, limit), plan)
             if algorithm == "adamw":
                 _need(scratch, ("", 4), rank, _chunk(numel, limit), plan)
         elif algorithm == "adamw":
-            limit = CPU_CHUNK if setup.backend == "gloo" else numel
-            _need(scratch, ("", itemsize), rank, _chunk(numel, limit), plan)
+            longest = CPU_CHUNK if setup.backend == "gloo" else numel
+            _need(scratch, ("", itemsize), rank, _chunk(numel, longest), plan)
     for i, tensor in enumerate(tensors):
         if algorithm_of(setup.optimizer, tensor) == "muon" and is_quantized(setup.states, tensor):
             which, index = plan.location[i]
             for unit in plan.params[i].step_units:
                 stop = unit.start + unit.numel
                 for rank, a, b in plan.segments[which].ranges(index, unit.start, stop):
+                    b = min(b, a + _chunk(b - a, limit))  # decoded in pieces, of which none is longer
                     numel = _whole_blocks(b) - a // QUANTIZED_BLOCK * QUANTIZED_BLOCK
                     _need_decoded(scratch, "read momentum_buffer", rank, numel, plan)
     return scratch

@@ -345,7 +345,7 @@ def test_facts_on_optimizers_are_those_of_the_optimizers() -> None:
     for name in OPTIMIZERS.values():
         assert issubclass(getattr(vfsdp_optim, name), torch.optim.Optimizer)
     assert MAX_EXCHANGE_BYTES == REAL_MAX_EXCHANGE_BYTES
-    assert (CPU_CHUNK, PACKED_CPU_CHUNK) == (runs._CHUNK, runs._PACKED_CHUNK)
+    assert (CPU_CHUNK, PACKED_CPU_CHUNK) == (runs._CHUNK, runs._COPIED_CHUNK)
     assert PACKED_CHUNK == runs._DEVICE_CHUNK
     assert (QUANTIZED_BLOCK, MIN_QUANTIZED_NUMEL) == (BLOCK, SMALLEST_8BIT)
     for rows, cols in [(3, 7), (64, 16), (5, 5)]:
