@@ -50,7 +50,9 @@ def update_scratch(plan: BucketPlan, tensors: Sequence[TensorShape], setup: Setu
             for unit in plan.params[i].step_units:
                 stop = unit.start + unit.numel
                 for rank, a, b in plan.segments[which].ranges(index, unit.start, stop):
-                    b = min(b, a + _chunk(b - a, limit))  # decoded in pieces, of which none is longer
+                    b = min(
+                        b, a + _chunk(b - a, limit)
+                    )  # decoded in pieces, of which none is longer
                     numel = _whole_blocks(b) - a // QUANTIZED_BLOCK * QUANTIZED_BLOCK
                     _need_decoded(scratch, "read momentum_buffer", rank, numel, plan)
     return scratch
