@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from ranks import run_ranks
-from sharding import layout
 from training import Run, build_model, build_optimizer, shard
+from vfsdp_optim import layout
 
 
 def matrices_of(run: Run) -> tuple[str, str, list[tuple[int, int]]]:
