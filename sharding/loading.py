@@ -240,8 +240,9 @@ def _check_model(outline: Mapping[str, Any], targets: Mapping[str, _Target]) -> 
     missing = [name for name, target in targets.items() if id(target.value) not in given]
     unexpected = [name for name in outline if name not in targets]
     if missing or unexpected:
+        cure = "; without an optimizer, state is the model's alone" if "model" in unexpected else ""
         raise ValueError(
-            f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}"
+            f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}{cure}"
         )
     on_meta = [n for n, t in targets.items() if isinstance(t.value, Tensor) and t.value.is_meta]
     if on_meta:

@@ -94,8 +94,11 @@ def layout(model: nn.Module) -> Layout:
     """Collects the layout of every bucket below `model`.
 
     Raises:
+        TypeError: `model` is no module.
         ValueError: Nothing below `model` is fully sharded.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model: expected an nn.Module, got a {type(model).__name__}")
     buckets: dict[str, Bucket] = {}
     for name, module in model.named_modules():
         state = state_of(module)

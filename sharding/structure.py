@@ -174,6 +174,7 @@ class FullMatrix(Structure):
     Raises:
         ValueError: The pattern cannot be read or is given with `row_splits`, or a size is not
             a positive integer.
+        TypeError: The pattern is no text, or `row_splits` no tuple.
 
     Example:
         >>> FullMatrix("(q h d) n -> (q h) d n", q=3, h=2).units((24, 5))[1]
@@ -194,15 +195,19 @@ class FullMatrix(Structure):
         self, pattern: str | None = None, *, row_splits: Shape | None = None, **axes: int
     ) -> None:
         """See the class."""
+        if not isinstance(pattern, str | None):
+            raise TypeError(f"FullMatrix expects an einops pattern as text, got {pattern!r}.")
         left, right = _read_pattern(_IDENTITY if pattern is None else pattern)
         if row_splits is not None:
+            if not isinstance(row_splits, tuple | list):
+                raise TypeError(f"FullMatrix expects row_splits=(rows, ...), got {row_splits!r}.")
             row_splits = tuple(row_splits)
             if pattern not in (None, _IDENTITY) or axes:
                 raise ValueError(
                     f"FullMatrix takes row_splits or a pattern, not both; got pattern={pattern!r}, "
                     f"row_splits={row_splits!r}, axes={axes!r}."
                 )
-            if not row_splits or min(row_splits) < 1:
+            if not all(isinstance(rows, int) and rows >= 1 for rows in row_splits or (0,)):
                 raise ValueError(f"FullMatrix expects row_splits >= 1 each, got {row_splits!r}.")
         for name, size in axes.items():
             if not isinstance(size, int) or size < 1:

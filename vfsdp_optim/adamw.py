@@ -55,7 +55,10 @@ class AdamWAlgorithm(Algorithm):
                 )
         check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
         betas = group["betas"]
-        if len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        numbers = isinstance(betas, tuple | list) and all(
+            isinstance(beta, int | float | Tensor) for beta in betas
+        )
+        if not numbers or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
             raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
         check_state_dtype(group, where)
 

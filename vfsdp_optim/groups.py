@@ -176,6 +176,8 @@ def _check_arguments(model: nn.Module, **mappings: object) -> None:
         if value is not None and not isinstance(value, Mapping):
             example = "{'*.conv.weight': None}" if name == "matrices" else "{'lr': 3e-4}"
             raise TypeError(f"{name}: expected a mapping such as {example}, got {value!r}")
+        if wrong := [key for key in value or () if not isinstance(key, str)]:
+            raise TypeError(f"{name}: expected text as keys, got {wrong[0]!r}")
         if name != "matrices" and value is not None and "keep_32bit" in value:
             raise ValueError(
                 f"{name}: keep_32bit={value['keep_32bit']!r} would replace the names of embeddings "

@@ -277,6 +277,7 @@ class Muon(StructuredOptimizer):
             threshold: 100 in Kimi K2.
 
         Raises:
+            TypeError: `max_logits` is no dict of QKHeads and tensors.
             ValueError: an unknown name, logits of another shape, a weight without these rows, or a
                 threshold that is not positive.
 

@@ -43,14 +43,16 @@ def coefficient_schedule(
         ValueError: an unknown name, something that is no triple, or another number of triples than
             of steps.
     """
-    if not 0 <= steps < 100:
-        raise ValueError(f"ns_steps: expected 0 <= ns_steps < 100, got {steps!r}")
+    if not isinstance(steps, int) or not 0 <= steps < 100:
+        raise ValueError(f"ns_steps: expected a whole number from 0 to 99, got {steps!r}")
     if isinstance(coefficients, str):
         if coefficients not in COEFFICIENTS:
             raise ValueError(
                 f"ns_coefficients: expected one of {sorted(COEFFICIENTS)}, got {coefficients!r}"
             )
         triples = COEFFICIENTS[coefficients]
+    elif not isinstance(coefficients, tuple | list):
+        triples = (coefficients,)  # refused below
     elif len(coefficients) == 3 and all(isinstance(x, int | float) for x in coefficients):
         triples = (coefficients,)  # type: ignore[assignment]
     else:

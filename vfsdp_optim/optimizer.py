@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from sharding.structure import Blocks, Demand, FullMatrix
@@ -61,7 +61,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             gradients, as in DistributedDataParallel. They divide the matrices among them.
 
     Raises:
-        TypeError: `process_group` is no process group.
+        TypeError: `process_group` is no process group, or `params` is a module.
         ValueError: this rank is not in it, or another argument is out of range.
     """
 
@@ -85,6 +85,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._nonfinite = NonfiniteRule(on_nonfinite)
         self._replicas = None if process_group is None else Ranks.of_group(process_group)
         self._reset()
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"params: expected parameters or groups, got a {type(params).__name__}; pass "
+                "model.named_parameters(), or vfsdp_optim.param_groups(model) to Muon"
+            )
         super().__init__(params, dict(algorithm.defaults))
         check_used(algorithm.defaults, self.param_groups, type(self).__name__)
 
@@ -101,17 +106,25 @@ class StructuredOptimizer(torch.optim.Optimizer):
         A parameter that is twice in the group is kept once, with a warning where torch has one.
 
         Raises:
+            TypeError: `param_group` is no dict.
             ValueError: an unknown algorithm or key, a value out of range, or a parameter that the
                 algorithm cannot treat.
             NotImplementedError: a request or a kind of DTensor that is not supported.
         """
-        group = dict(param_group)
         where = f"param group {len(self.param_groups)}"
+        if not isinstance(param_group, Mapping):
+            raise TypeError(
+                f"{where}: expected a dict with 'params', got a {type(param_group).__name__}"
+            )
+        if "params" not in param_group:
+            raise ValueError(f"{where}: has no 'params', only {sorted(map(str, param_group))}")
+        group = dict(param_group)
         name = group.setdefault("algorithm", self._default_algorithm)
         if name not in self._algorithms:
+            cure = "; use vfsdp_optim.Muon for groups of both" if name == "muon" else ""
             raise ValueError(
                 f"{where}: {type(self).__name__} has no algorithm {name!r}, only "
-                f"{sorted(self._algorithms)}; use vfsdp_optim.Muon for groups of both"
+                f"{sorted(self._algorithms)}{cure}"
             )
         algorithm = self._algorithms[name]
         own_keys = set(group)
@@ -255,7 +268,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
             ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key
                 that gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
             RuntimeError: a parameter whose state is loaded is on the meta device.
+            TypeError: `state_dict` is no dict.
         """
+        if not isinstance(state_dict, Mapping):
+            got = type(state_dict).__name__
+            raise TypeError(f"expected what optimizer.state_dict() returned, got a {got}")
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
@@ -431,7 +448,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             check_agreement(
                 layout.members,
                 self._structure_of,
-                f"max_exchange_bytes={self._max_exchange_bytes}",
+                f"max_exchange_bytes={self._max_exchange_bytes} "
+                f"on_nonfinite={self._nonfinite.choice}",
                 self._replicas,
                 self._checked_plans,
             )

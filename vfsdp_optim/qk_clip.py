@@ -42,6 +42,7 @@ class QKHeads:
             after another, as in Megatron, and not all queries, all keys, all values.
 
     Raises:
+        TypeError: a name that is no text, or a number that is not whole.
         ValueError: numbers that do not fit each other.
 
     Example:
@@ -59,7 +60,13 @@ class QKHeads:
     grouped: bool = False
 
     def __post_init__(self) -> None:
-        """Check the numbers."""
+        """Check the names and the numbers."""
+        for names in (self.query, self.key):
+            if not isinstance(names, str | tuple):
+                raise TypeError(f"{self!r}: expected a name or a tuple of names, got {names!r}")
+        for number in (self.heads, self.head_dim, self.key_heads, self.rotary_dim, self.key_rows):
+            if not isinstance(number, int):
+                raise TypeError(f"{self!r}: expected whole numbers, got {number!r}")
         object.__setattr__(self, "key_heads", self.key_heads or self.heads)
         object.__setattr__(self, "key_rows", self.key_rows or self.head_dim - self.rotary_dim)
         fits = (
@@ -126,12 +133,17 @@ def clip(
         replicas: that hold a copy each of every plain parameter, and reduce with each other.
 
     Raises:
+        TypeError: `max_logits` is no dict of QKHeads and tensors.
         ValueError: an unknown name, logits of another shape, a weight without these rows, or a
             threshold that is not positive.
         NotImplementedError: the pieces of a parameter are no ranges of it.
     """
-    if not threshold > 0:
+    if not isinstance(threshold, int | float) or not threshold > 0:
         raise ValueError(f"threshold: expected a number > 0, got {threshold!r}")
+    if not isinstance(max_logits, Mapping):
+        raise TypeError(
+            f"max_logits: expected a dict QKHeads -> Tensor, got a {type(max_logits).__name__}"
+        )
     if not max_logits:
         return
     shards = {
@@ -160,6 +172,10 @@ def _checked_names(
     """Return all names once, in order, or say what does not fit."""
     checked: dict[str, None] = {}
     for heads, logits in max_logits.items():
+        if not isinstance(heads, QKHeads) or not isinstance(logits, Tensor):
+            raise TypeError(
+                f"max_logits: expected QKHeads -> Tensor, got {heads!r} -> {type(logits).__name__}"
+            )
         if logits.shape != (heads.heads,):
             raise ValueError(
                 f"{heads.names()[0][0]}: expected the largest logit of each of {heads.heads} "

@@ -43,6 +43,12 @@ def options_of_one_rank(s: Scene) -> None:
     loss_of(s.model, 1).backward()
 
 
+def rule_of_one_rank(s: Scene) -> None:
+    choice = "skip" if dist.get_rank() == 0 else "ignore"
+    s.other = vfsdp_optim.AdamW(s.model.named_parameters(), on_nonfinite=choice)
+    loss_of(s.model, 1).backward()
+
+
 def load_wrong_shape(s: Scene) -> None:
     state = {name: torch.zeros(value.shape) for name, value in s.model.state_dict().items()}
     s.model.load_state_dict({**state, "head.weight": torch.zeros(3, 12)})
@@ -283,6 +289,14 @@ MISUSES_OF_TRAINING = [
         before=options_of_one_rank,
         alone=True,
     ),
+    Misuse(
+        "nonfinite_rule_that_differs_on_one_rank",  # the rank with a rule would wait for the others
+        lambda s: s.other.step(),
+        RuntimeError,
+        ("ranks 0 and 1", "on_nonfinite=skip", "the same arguments"),
+        before=rule_of_one_rank,
+        alone=True,
+    ),
     # -- gradients
     Misuse(
         "step_with_a_gradient_cut_otherwise",
@@ -323,6 +337,12 @@ MISUSES_OF_TRAINING = [
         load_incomplete,
         ValueError,
         ("head.weight",),
+    ),
+    Misuse(
+        "weights_in_a_dict_of_parts_without_an_optimizer",
+        lambda s: load_full_state_dict(s.model, state={"model": {}}),
+        ValueError,
+        ("unexpected ['model']", "state is the model's alone"),
     ),
     Misuse(
         "optimizer_state_of_another_shape",
