@@ -265,7 +265,8 @@ class Muon(StructuredOptimizer):
     def qk_clip(self, max_logits: Mapping[QKHeads, Tensor], threshold: float = 100.0) -> None:
         """Keep attention logits below a threshold, by scaling query and key weights: MuonClip.
 
-        Call it after `step()`, on every rank with the same attentions in the same order. A head
+        Call it after `step()`, on every rank with the same attentions in the same order
+        (VFSDP_DEBUG=1 compares them). A head
         whose largest logit S on any rank is above the threshold t has its query and key rows
         multiplied by sqrt(t / S); all others keep their bits. One reduction for all heads; the
         result is the same, bit by bit, on any number of ranks. Momentum is left alone.

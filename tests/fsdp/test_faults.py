@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ranks import RankError, run_ranks
 from sharding import fully_shard
+from vfsdp_optim import Muon, QKHeads, param_groups
 
 
 class Two(nn.Module):
@@ -59,6 +60,13 @@ def order_of_one_rank_differs() -> None:
     model(torch.ones(2, 20)).sum().backward()
 
 
+def heads_of_one_rank_differ() -> None:
+    torch.manual_seed(0)
+    optimizer = Muon(param_groups(fully_shard(Two())))
+    heads = QKHeads("first.weight", heads=2, head_dim=2 + dist.get_rank())
+    optimizer.qk_clip({heads: torch.zeros(2)})
+
+
 def in_debug_mode(function_name: str) -> None:
     """Runs a function of this file with the checks on."""
     os.environ["VFSDP_DEBUG"] = "1"
@@ -73,6 +81,7 @@ def in_debug_mode(function_name: str) -> None:
     [
         (weights_of_one_rank_differ, ["second.bias", "ranks 0 and 1"]),
         (order_of_one_rank_differs, ["order of collectives", "'a'", "'b'"]),
+        (heads_of_one_rank_differ, ["order of collectives", "head_dim=2", "head_dim=3"]),
     ],
 )
 def test_debug_mode_reports_it_on_every_rank(fault: Callable[[], None], words: list[str]) -> None:
