@@ -1,0 +1,108 @@
+"""The README: its code runs as written, its names and files are there."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import sharding
+import vfsdp_optim
+from ranks import run_ranks
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+QUICKSTART = next(block for block in BLOCKS if "torchrun" in block)
+# What starts ranks of its own, or needs 32 GPUs.
+ALONE = ("torchrun", "assert_sharded_equals_unsharded", 'init_device_mesh("cuda"')
+
+
+class Block(nn.Module):
+    """Fused queries, keys and values as wide as the page says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(2, 4096 + 1024 + 1024, bias=False)
+
+
+class Mixture(Block):
+    """One parameter for each glob of the page."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.Module()
+        self.experts.w1, self.experts.w2 = (nn.Parameter(torch.ones(3, 4, 2)) for _ in range(2))
+        self.experts.gate_up = nn.Parameter(torch.ones(3, 8, 2))
+        self.query_key, self.router = nn.Linear(2, 32 * 2 * 3), nn.Linear(2, 3)
+        self.out = nn.Linear(32 * 3, 2)
+
+
+def model_of(block: type[Block]) -> nn.Module:
+    model = nn.Module()
+    model.blocks = nn.ModuleList([block(), block()])
+    model.embedding = nn.Embedding(5, 2)
+    model.forward = lambda x: x
+    return model
+
+
+def run_blocks() -> int:
+    """Run the blocks in one namespace, as a reader would; each shards a model of its own."""
+    names: dict[str, Any] = {
+        "torch": torch,
+        "hidden_matrices": [nn.Parameter(torch.ones(4, 4))],
+        "mesh": init_device_mesh("cpu", (2,)),
+        "max_logits": torch.full((32,), 200.0),
+    }
+    ran = 0
+    for block in BLOCKS:
+        if any(mark in block for mark in ALONE):
+            continue
+        if "states=" not in block:  # continues the block before
+            names["model"] = model_of(Mixture if "matrices=" in block else Block)
+        exec(compile(block, "README.md", "exec"), names)
+        ran += 1
+    return ran
+
+
+def test_blocks_run_as_they_stand():
+    assert run_ranks(run_blocks, 2) == [7, 7]
+
+
+def test_property_test_runs_as_it_stands():
+    block = next(block for block in BLOCKS if "assert_sharded_equals_unsharded" in block)
+    exec(compile(block, "README.md", "exec"), {"vfsdp_optim": vfsdp_optim})
+
+
+def test_quickstart_is_the_example_and_learns():
+    example = ROOT / "examples" / "quickstart.py"
+    assert example.read_text() == QUICKSTART
+    done = subprocess.run(
+        [sys.executable, example],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 8
+    assert losses[-1] < 0.2 * losses[0]
+
+
+@pytest.mark.parametrize("package", [sharding, vfsdp_optim], ids=lambda p: p.__name__)
+def test_page_names_everything_public_and_every_file(package: Any):
+    for name in package.__all__:
+        assert re.search(rf"\b{name}\b", PAGE), name
+    tree = PAGE.partition("## The tree")[2].partition("\n## ")[0]
+    folder = Path(package.__file__).parent
+    section = tree.partition(f"\n{folder.name}/")[2]
+    section = re.split(r"\n\w", section, maxsplit=1)[0]  # to the next folder
+    listed = re.findall(r"\b(\w+)\.py\b", section)
+    assert sorted(listed) == sorted({path.stem for path in folder.glob("*.py")} - {"__init__"})
