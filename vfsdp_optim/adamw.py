@@ -143,8 +143,10 @@ class AdamW(StructuredOptimizer):
             about infinite and NaN gradients; the update itself communicates nothing.
 
     Raises:
-        ValueError: a value out of range.
-        NotImplementedError: `capturable`, `differentiable` or `fused` is true.
+        TypeError: `params`, `keep_32bit` or `process_group` is of a wrong type.
+        ValueError: a value out of range, an unknown group key, or a complex parameter.
+        NotImplementedError: `capturable`, `differentiable` or `fused` is true, or a DTensor has
+            partial sums.
 
     References:
         Loshchilov and Hutter 2019, arXiv:1711.05101; Reddi et al. 2018, arXiv:1904.09237 (amsgrad).

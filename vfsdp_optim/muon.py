@@ -201,8 +201,11 @@ class Muon(StructuredOptimizer):
             computed by one of them.
 
     Raises:
-        ValueError: a value out of range, a parameter that is no matrix in a group without
-            `matrices`, or a sharded parameter with a matrix larger than `max_exchange_bytes`.
+        TypeError: `params`, `keep_32bit` or `process_group` is of a wrong type.
+        ValueError: a value out of range, an unknown group key, a parameter that is no matrix in a
+            group without `matrices`, or a sharded parameter with a matrix larger than
+            `max_exchange_bytes`.
+        NotImplementedError: a DTensor placed so that ranks do not hold whole runs of rows.
 
     References:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; Liu et al. 2025, arXiv:2502.16982

@@ -93,7 +93,8 @@ class Ranks:
             )
         if not isinstance(group, dist.ProcessGroup):
             raise TypeError(
-                f"process_group: expected a torch.distributed.ProcessGroup, got {group!r}"
+                f"process_group: expected a torch.distributed.ProcessGroup, got {group!r}; pass "
+                "model.process_group of DistributedDataParallel, or mesh.get_group() of a mesh"
             )
         device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
         return Ranks(tuple(dist.get_process_group_ranks(group)), device, group)

@@ -298,7 +298,10 @@ def refuse_process_groups() -> list[str]:
 
 def test_process_group_that_is_none_or_does_nothing_is_an_error():
     wrong_type, outside, useless = run_ranks(refuse_process_groups, 2)[1]
-    assert wrong_type == "process_group: expected a torch.distributed.ProcessGroup, got 'world'"
+    assert wrong_type == (
+        "process_group: expected a torch.distributed.ProcessGroup, got 'world'; pass "
+        "model.process_group of DistributedDataParallel, or mesh.get_group() of a mesh"
+    )
     assert "model.process_group of DistributedDataParallel" in outside
     assert "process_group is for plain parameters" in useless
     assert "leave it out" in useless
