@@ -1,8 +1,7 @@
 """Trains with 4-bit weights, one scale for each 128 rows. Start it with python, or with torchrun.
 
-Forward and backward see quantized weights, the optimizer updates what was rounded (straight-
-through). `structure=` keeps blocks of 128 rows whole on a rank, so that each rank quantizes its
-own shard before it is gathered: scales are local and never travel.
+Forward and backward see quantized weights, the optimizer the exact ones. `structure=` keeps blocks
+of 128 rows whole on a rank: each quantizes its own shard, and no scale ever travels.
 """
 
 from pathlib import Path
@@ -12,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.run import main as torchrun
 
-from sharding.structure import RowPanels
+from sharding import RowPanels
 from vfsdp_optim import Muon, fully_shard, layout, param_groups
 
 ROWS = 128
@@ -58,3 +57,4 @@ elif __name__ == "__main__":
     losses = train(model := make_model(True), text[dist.get_rank() :: dist.get_world_size()], 50)
     if dist.get_rank() == 0:
         print(layout(model), *(f"{loss:.3f}" for loss in losses[::7]))
+    dist.destroy_process_group()
