@@ -14,16 +14,16 @@ from rich.console import Console
 from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from sharding.advice import advise, search_layouts
-from sharding.capacity import Capacity, measure
-from sharding.capacity_report import capacity_table, search_table, to_json
-from sharding.model_sources import model_names, read_model
-from sharding.optimizer_facts import OPTIMIZERS, STATES
-from sharding.parallelism import Parallelism, divide
-from sharding.picture import draw
-from sharding.shapes import ITEMSIZE, ModelShapes
-from sharding.step_buffers import Precision
-from sharding.training_setup import BACKENDS, Granularity, Setup
+from sharding.capacity.advice import advise, search_layouts
+from sharding.capacity.model_sources import model_names, read_model
+from sharding.capacity.optimizer_facts import OPTIMIZERS, STATES
+from sharding.capacity.parallelism import Parallelism, divide
+from sharding.capacity.picture import draw
+from sharding.capacity.prediction import Capacity, measure
+from sharding.capacity.shapes import ITEMSIZE, ModelShapes
+from sharding.capacity.step_buffers import Precision
+from sharding.capacity.tables import capacity_table, search_table, to_json
+from sharding.capacity.training_setup import BACKENDS, Granularity, Setup
 
 _EPILOG = """\
 models: {models}

@@ -16,11 +16,8 @@ from ranks import run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.bucket import Bucket
 from sharding.buffer import Workspace
-from sharding.capacity import Capacity, measure
-from sharding.collectives import Transport
-from sharding.exchange import Exchange
-from sharding.model_sources import module_shapes
-from sharding.optimizer_facts import (
+from sharding.capacity.model_sources import module_shapes
+from sharding.capacity.optimizer_facts import (
     ALGORITHMS,
     CPU_CHUNK,
     MAX_EXCHANGE_BYTES,
@@ -33,13 +30,16 @@ from sharding.optimizer_facts import (
     algorithm_of,
     newton_schulz_cost,
 )
-from sharding.parallelism import Parallelism, divide
+from sharding.capacity.parallelism import Parallelism, divide
+from sharding.capacity.prediction import Capacity, measure
+from sharding.capacity.shapes import ModelShapes, sort_into_buckets
+from sharding.capacity.step_buffers import Precision
+from sharding.capacity.training_setup import Setup
+from sharding.collectives import Transport
+from sharding.exchange import Exchange
 from sharding.ragged_tensor import RaggedDTensor
-from sharding.shapes import ModelShapes, sort_into_buckets
 from sharding.state import state_of
-from sharding.step_buffers import Precision
 from sharding.structure import FullMatrix
-from sharding.training_setup import Setup
 from vfsdp_optim import runs
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import MatrixAlgorithm

@@ -4,11 +4,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TypeVar
 
-from sharding.capacity import Capacity, PlannedBucket, Progress, plan_buckets
+from sharding.capacity.parallelism import DividedModel, Parallelism, divide
+from sharding.capacity.prediction import Capacity, PlannedBucket, Progress, plan_buckets
+from sharding.capacity.shapes import ModelShapes
+from sharding.capacity.training_setup import Granularity, Setup
 from sharding.negotiation import negotiate
-from sharding.parallelism import DividedModel, Parallelism, divide
-from sharding.shapes import ModelShapes
-from sharding.training_setup import Granularity, Setup
 
 T = TypeVar("T")
 

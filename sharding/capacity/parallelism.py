@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from sharding.shapes import BucketShapes, ModelShapes, TensorShape
+from sharding.capacity.shapes import BucketShapes, ModelShapes, TensorShape
 
 
 @dataclass(frozen=True, slots=True)

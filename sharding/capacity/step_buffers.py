@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sharding.buffer import FLAG_ALIGN, Workspace
+from sharding.capacity.shapes import ITEMSIZE
 from sharding.collectives import PAIRWISE_MAX_RANKS
 from sharding.negotiation import BucketPlan
 from sharding.root import MAX_REDUCTIONS_IN_FLIGHT
-from sharding.shapes import ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from sharding.shapes import ITEMSIZE, NamedShape, Shape
+from sharding.capacity.shapes import ITEMSIZE, NamedShape, Shape
 
 _MISSING = object()
 

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from sharding.huggingface import read_config
-from sharding.shapes import (
+from sharding.capacity.huggingface import read_config
+from sharding.capacity.shapes import (
     CONVOLUTION,
     ITEMSIZE,
     ONE_MATRIX,

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from sharding.capacity import Capacity, PlannedBucket
+from sharding.capacity.prediction import Capacity, PlannedBucket
 from sharding.planner import SegmentPlan
 
 _COLORS = {

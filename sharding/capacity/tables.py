@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.table import Table
 
-from sharding.capacity import Capacity
-from sharding.parallelism import Parallelism
+from sharding.capacity.parallelism import Parallelism
+from sharding.capacity.prediction import Capacity
+from sharding.capacity.shapes import ModelShapes
 from sharding.plan_file import FORMAT, bucket_to_json
-from sharding.shapes import ModelShapes
 
 NOT_INCLUDED = "activations not included, nor the full gradient that autograd hands over"
 

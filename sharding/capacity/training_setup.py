@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from sharding.capacity.optimizer_facts import OPTIMIZERS, STATES, algorithm_of
+from sharding.capacity.shapes import TensorShape
+from sharding.capacity.step_buffers import Precision
 from sharding.negotiation import ParamSpec
-from sharding.optimizer_facts import OPTIMIZERS, STATES, algorithm_of
-from sharding.shapes import TensorShape
-from sharding.step_buffers import Precision
 from sharding.structure import Blocks, Demand, FullMatrix
 
 BACKENDS = ("nccl", "gloo")

@@ -6,7 +6,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from sharding.shapes import ITEMSIZE, TensorShape
+from sharding.capacity.shapes import ITEMSIZE, TensorShape
 
 QUANTIZED_BLOCK = 256
 """Elements of an 8-bit state that share one fp32 scale."""

@@ -9,19 +9,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from sharding.matrix_work import MatrixWork, matrix_work
-from sharding.negotiation import BucketPlan, negotiate
-from sharding.optimizer_facts import MAX_EXCHANGE_BYTES, newton_schulz_cost, state_bytes
-from sharding.parallelism import DividedBucket, DividedModel
-from sharding.shapes import ITEMSIZE
-from sharding.step_buffers import (
+from sharding.capacity.matrix_work import MatrixWork, matrix_work
+from sharding.capacity.optimizer_facts import MAX_EXCHANGE_BYTES, newton_schulz_cost, state_bytes
+from sharding.capacity.parallelism import DividedBucket, DividedModel
+from sharding.capacity.shapes import ITEMSIZE
+from sharding.capacity.step_buffers import (
     BucketBuffers,
     bucket_buffers,
     reduction_memory,
     unsharded_peak,
 )
-from sharding.training_setup import Setup
-from sharding.update_scratch import update_scratch
+from sharding.capacity.training_setup import Setup
+from sharding.capacity.update_scratch import update_scratch
+from sharding.negotiation import BucketPlan, negotiate
 
 
 @dataclass(frozen=True, slots=True)

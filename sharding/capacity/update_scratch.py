@@ -7,8 +7,7 @@ what coding and decoding them takes; inputs of matrices.
 
 from collections.abc import Iterator, Sequence
 
-from sharding.negotiation import BucketPlan
-from sharding.optimizer_facts import (
+from sharding.capacity.optimizer_facts import (
     CPU_CHUNK,
     PACKED_CHUNK,
     PACKED_CPU_CHUNK,
@@ -17,8 +16,9 @@ from sharding.optimizer_facts import (
     is_quantized,
     state_itemsize,
 )
-from sharding.shapes import TensorShape
-from sharding.training_setup import Setup
+from sharding.capacity.shapes import TensorShape
+from sharding.capacity.training_setup import Setup
+from sharding.negotiation import BucketPlan
 
 # (purpose, bytes of an element) -> elements, by rank of the bucket's mesh.
 Scratch = dict[tuple[str, int], list[int]]
