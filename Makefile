@@ -21,8 +21,8 @@ plan: setup ## print the layout of that training and leave
 test: setup ## the whole suite and the doctests
 	$(python) -m pytest -q $(ARGS)
 
-deep: setup ## the same with 2000 examples for each property (hours)
-	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -o faulthandler_timeout=0 $(ARGS)
+deep: setup ## the property tests alone, with 2000 examples each (hours)
+	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)
 
 check: direction format lint types ## import direction, formatting, lint, types
 
