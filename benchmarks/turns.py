@@ -6,6 +6,7 @@ in the same round is not.
 
 from __future__ import annotations
 
+import gc
 import os
 import statistics
 import sys
@@ -65,6 +66,7 @@ def launch(main: Callable[[], None], script: str, ranks: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         main()
+        gc.collect()  # models are cycles that keep the group, and its threads, beyond its end
         dist.destroy_process_group()
         return
     from torch.distributed.run import main as torchrun  # costs a second that ranks do not need
