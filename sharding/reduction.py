@@ -39,7 +39,7 @@ class Reduction:
     means: list[PendingMean | None]  # None where no parameter is trainable
     borrowed: list[list[Tensor]]
     seen: set[int]
-    order: int  # what all ranks gave `write_order`, added up over the kept sums
+    order: int  # what all ranks wrote into their slots, added up over the kept sums
     is_first_step: bool  # whether replicas are still to be averaged
 
     def drop(self, workspace: Workspace, what: str) -> None:

@@ -1,4 +1,4 @@
-"""A small model with every kind of parameter, and how tests shard, feed and compare it."""
+"""Small models for tests, and how they are sharded, fed and compared."""
 
 from collections.abc import Iterable
 
@@ -119,3 +119,15 @@ def assert_weights(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> No
     assert actual.keys() == expected.keys()
     for name, weight in actual.items():
         assert torch.equal(weight, expected[name]), name
+
+
+class Parallel(nn.Module):
+    """Adds two layers, computed in the order that each rank is told."""
+
+    def __init__(self, *, backwards: bool) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
+        self.backwards = backwards
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b(x) + self.a(x) if self.backwards else self.a(x) + self.b(x)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ranks import RankError, run_ranks
 from sharding import fully_shard
+from small_models import Parallel
 from vfsdp_optim import Muon, QKHeads, param_groups
 
 
@@ -22,18 +23,6 @@ class Two(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.second(self.first(x))
-
-
-class Parallel(nn.Module):
-    """Adds two layers, computed in the order that each rank is told."""
-
-    def __init__(self, *, backwards: bool) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.backwards = backwards
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x) + self.a(x) if self.backwards else self.a(x) + self.b(x)
 
 
 def plan_of_one_rank_differs() -> None:

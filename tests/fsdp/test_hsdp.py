@@ -17,6 +17,7 @@ import training
 from ranks import RankError, collectives, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
 from sharding.collectives import PendingMean, Transport
+from small_models import Parallel
 from training import Run, mesh_of
 
 TOLERANCE = 1e-5  # as in test_training_equals_one_process.py
@@ -309,18 +310,6 @@ def test_a_bucket_is_averaged_over_replicas_while_the_next_one_is_reduced() -> N
 
 
 # -- what ranks must agree on ---------------------------------------------------------------------
-
-
-class Parallel(nn.Module):
-    """Adds two layers, computed in the order that each rank is told."""
-
-    def __init__(self, *, backwards: bool) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(20, 20), nn.Linear(20, 20)
-        self.backwards = backwards
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.b(x) + self.a(x) if self.backwards else self.a(x) + self.b(x)
 
 
 def replica_gathers_in_another_order(ranks: tuple[int, ...]) -> None:

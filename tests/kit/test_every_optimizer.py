@@ -145,7 +145,7 @@ def test_update_in_fp32_of_bfloat16_equals_its_unsharded_self_through_any_progra
     program=step_programs(
         layouts=("fsdp2", "hsdp", "ours", "ours_hsdp"),
         dtypes=("float32", "bfloat16"),
-        checkpoints=("state_dict", "dcp"),
+        checkpoints=CHECKPOINTS,
     )
 )
 def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_meshes_through_any_program(
@@ -160,7 +160,7 @@ def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_meshes_through
     program=step_programs(
         layouts=("ours_hsdp", "ours"),
         dtypes=("float32", "bfloat16"),
-        checkpoints=("state_dict", "dcp"),
+        checkpoints=CHECKPOINTS,
     )
 )
 def test_optimizer_equals_its_unsharded_self_on_replicas_of_shards_through_any_program(
