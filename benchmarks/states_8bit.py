@@ -44,14 +44,14 @@ MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
 
 def bytes_per_param(optimizer: torch.optim.Optimizer, algorithm: str) -> float:
-    """Bytes of live state tensors a parameter, over those of an algorithm that are 8-bit."""
+    """Bytes of live state storage a parameter, over those of an algorithm that are 8-bit."""
     held = elements = 0
     for group in optimizer.param_groups:
         for param in group["params"] if group["algorithm"] == algorithm else []:
             state = optimizer.state[param]
             if any(key.endswith(".codes") for key in state):
                 tensors = [value for key, value in state.items() if key != "step"]
-                held += sum(x.numel() * x.element_size() for x in tensors)
+                held += sum(x.untyped_storage().nbytes() for x in tensors)
                 elements += param.numel()
     return held / elements
 

@@ -376,7 +376,7 @@ def _receive_state(
         return distribute_ragged(whole, param.device_mesh, param.placement)
     if not isinstance(value, _Outline):
         return value
-    # Such as 8-bit codes, whose shape is not the parameter's.
+    # Such as the scales of 8-bit codes, whose shape is not the parameter's.
     like = own if isinstance(own, Tensor) and own.dim() else param
     if value.shape != tuple(like.shape):
         path = "".join(f"[{key!r}]" for key in where)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
-from vfsdp_optim.block_codec import BLOCK, FORMAT, dynamic_map
+from vfsdp_optim.block_codec import FORMAT, block_count
 from vfsdp_optim.loading import Checkpoint
 from vfsdp_optim.runs import Member
 from vfsdp_optim.scratch import Scratch
@@ -90,18 +90,22 @@ def _state(
 
 def _decoded(saved: Mapping[str, Any], key: str, member: Member, signed: bool) -> Tensor:
     """Return the numbers of a whole parameter, in its shape, of codes in any layout."""
-    blocks = -(-member.param.numel() // BLOCK)
-    parts = []
-    for name, shape in ((key + CODES, (blocks, BLOCK)), (key + ABSMAX, (blocks,))):
-        part = saved.get(name)
-        if not isinstance(part, Tensor) or tuple(part.shape) != shape:
-            found = tuple(part.shape) if isinstance(part, Tensor) else part
-            raise ValueError(f"{member.fqn}.{name}: expected shape {shape}, got {found!r}")
-        parts.append(part.full_tensor() if isinstance(part, DTensor) else part)
-    codes, absmax = parts
-    numbers = torch.empty(codes.numel(), dtype=torch.float32, device=codes.device)
-    dynamic_map(signed, codes.device).decode(codes.reshape(-1), absmax, numbers, Scratch())
-    return numbers[: member.param.numel()].view(member.param.shape)
+    param = member.param
+    shapes = {CODES: param.shape, ABSMAX: torch.Size([block_count(param.numel())])}
+    parts: dict[str, Tensor] = {}
+    for suffix, shape in shapes.items():
+        part = saved.get(key + suffix)
+        found = part.shape if isinstance(part, Tensor) else part
+        if not isinstance(part, Tensor) or found != shape:
+            text = tuple(found) if isinstance(found, torch.Size) else repr(found)
+            raise ValueError(
+                f"{member.fqn}.{key}{suffix}: expected shape {tuple(shape)}, got {text}"
+            )
+        parts[suffix] = part.full_tensor() if isinstance(part, DTensor) else part
+    state = BlockFormat(signed).allocate(param.numel(), parts[CODES].device)
+    for suffix, target in state.parts().items():
+        target.copy_(parts[suffix].reshape(-1))
+    return state.open(Scratch(), "numbers").view(param.shape)
 
 
 def _encoded(

@@ -63,7 +63,5 @@ def _state(where: str, saved: dict[str, Any]) -> dict[str, Any]:
                 f"of {value.numel()} codes, got {absmax.numel()}; versions before 0.44 had blocks "
                 "of 2048: load the state with such a version and convert it there"
             )
-        codes = value.new_full((absmax.numel() * BLOCK,), known.zero)
-        codes[: value.numel()] = value.reshape(-1)
-        result[name + CODES], result[name + ABSMAX] = codes.view(-1, BLOCK), absmax
+        result[name + CODES], result[name + ABSMAX] = value, absmax
     return result

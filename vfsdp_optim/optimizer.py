@@ -304,9 +304,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             layout = self._current_layout()
         for member in layout.members:
             value = values[member.number]
-            for key, target in member.parts().items():
-                source = value.states.get(key)
-                target.zero_() if source is None else target.copy_(source)
+            member.load(value.states)
             layout.steps[member.number] = value.step
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)

@@ -11,7 +11,7 @@ when every parameter in it has a gradient, the gradients lie like the parameters
 same number of steps; else it is cut into the longest runs for which that holds.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -104,6 +104,15 @@ class Member:
             for key, state in self.states.items()
             for suffix, part in state.parts().items()
         }
+
+    def load(self, pieces: Mapping[str, Tensor]) -> None:
+        """Take over what `values` returned, by the keys of `views`; if empty, start anew."""
+        if not pieces:
+            for state in self.states.values():
+                state.zero()
+        parts = self.parts()
+        for key, piece in pieces.items():
+            parts[key].copy_(piece)
 
     def values(self, value: Any, key: str) -> Tensor:
         """Return the elements of a loaded state, one of `views`, that belong to this rank, 1-D.

@@ -35,6 +35,10 @@ class State(ABC):
         """Return the 1-D tensors that hold it, by what is added to the state's key."""
 
     @abstractmethod
+    def zero(self) -> None:
+        """Make it what it is before the first step."""
+
+    @abstractmethod
     def narrow(self, start: int, stop: int) -> "State":
         """Return elements start:stop, in the same memory; `start` is a multiple of the unit."""
 
@@ -105,6 +109,10 @@ class PlainState(State):
         """Return the tensor."""
         return {"": self.tensor}
 
+    def zero(self) -> None:
+        """Write zeros."""
+        self.tensor.zero_()
+
     def narrow(self, start: int, stop: int) -> "PlainState":
         """Return a view."""
         return PlainState(self.tensor[start:stop])
@@ -139,25 +147,24 @@ class BlockFormat(StateFormat):
     def allocate(self, numel: int, device: torch.device) -> "BlockState":
         """Return zero codes and zero scales."""
         blocks = block_count(numel)
-        codes = torch.zeros(blocks * BLOCK, dtype=torch.uint8, device=device)
-        absmax = torch.zeros(blocks, dtype=torch.float32, device=device)
-        return BlockState(codes, absmax, self.signed, numel)
+        codes = torch.empty(blocks * BLOCK, dtype=torch.uint8, device=device)
+        absmax = torch.empty(blocks, dtype=torch.float32, device=device)
+        state = BlockState(codes, absmax, self.signed, numel)
+        state.zero()
+        return state
 
     def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
-        """Return codes (blocks, 256) and scales (blocks,), cut where the parameter is."""
-        parts, runs = state.parts(), block_runs(shard, fqn)
-        codes = parts[CODES].view(-1, BLOCK)
-        return {
-            CODES: _cut(codes, runs, shard, fqn),
-            ABSMAX: _cut(parts[ABSMAX], runs, shard, fqn),
-        }
+        """Return codes, laid out as the parameter is, and scales (blocks,), cut where it is."""
+        parts = state.parts()
+        scales = _cut(parts[ABSMAX], block_runs(shard, fqn), shard, fqn)
+        return {CODES: shard.view(parts[CODES]), ABSMAX: scales}
 
 
 class BlockState(State):
     """Codes and scales.
 
     Args:
-        codes: (256 n,) uint8.
+        codes: (256 n,) uint8; those of padding are always the map's code of zero.
         absmax: (n,) float32.
         signed: which map the codes are of.
         numel: elements that count.
@@ -174,8 +181,13 @@ class BlockState(State):
         return dynamic_map(self.signed, self.codes.device)
 
     def parts(self) -> dict[str, Tensor]:
-        """Return codes and scales."""
-        return {CODES: self.codes, ABSMAX: self.absmax}
+        """Return codes, without those of padding at the end, and scales."""
+        return {CODES: self.codes[: self.numel], ABSMAX: self.absmax}
+
+    def zero(self) -> None:
+        """Write the code of zero, padding included, and scales of zero."""
+        self.codes.fill_(self.map.zero)
+        self.absmax.zero_()
 
     def narrow(self, start: int, stop: int) -> "BlockState":
         """Return whole blocks, the last one perhaps in part."""
@@ -222,24 +234,23 @@ def block_runs(shard: ParamShard, fqn: str) -> Runs:
     return tuple((count, sum(1 for _ in alike)) for count, alike in groupby(counts))
 
 
-def _cut(rows: Tensor, runs: Runs, shard: ParamShard, fqn: str) -> Tensor:
-    """Return local rows, one for each block, as the piece of a tensor that is cut as `shard`."""
-    param, dims = shard.param, tuple(range(rows.dim()))
+def _cut(scales: Tensor, runs: Runs, shard: ParamShard, fqn: str) -> Tensor:
+    """Return this rank's scales, one for each block, as the piece of a tensor cut as `shard`."""
+    param = shard.param
     if not isinstance(param, DTensor):
-        return rows
+        return scales
     mesh, placements = param.device_mesh, param.placements
-    shape = torch.Size((sum(count * shards for count, shards in runs), *rows.shape[1:]))
     cut = [
         axis
         for axis, placement in enumerate(placements)
         if not placement.is_replicate() and mesh.size(axis) > 1
     ]
     if not isinstance(param, RaggedDTensor) and not cut:
-        return DTensor.from_local(rows, mesh, [Replicate()] * mesh.ndim)
+        return DTensor.from_local(scales, mesh, [Replicate()] * mesh.ndim)
     if not isinstance(param, RaggedDTensor) and (cut != [mesh.ndim - 1] or mesh.ndim > 2):
         raise NotImplementedError(
             f"{fqn}: 8-bit states of a parameter with placements {placements} on {mesh!r} are not "
             "supported; shard with vfsdp_optim.fully_shard, or name it in keep_32bit"
         )
-    placement = placement_from_runs(dims, runs, shape[1:].numel())
-    return RaggedDTensor.from_local(rows.reshape(-1), mesh, placement, shape)
+    shape = torch.Size((sum(count * shards for count, shards in runs),))
+    return RaggedDTensor.from_local(scales, mesh, placement_from_runs((0,), runs, 1), shape)

@@ -96,7 +96,8 @@ def observe(
     buffers: dict[str, list[tuple[str, RaggedDTensor]]] = {}
     for name, key, value, param in held_tensors(params, optimizer):
         record.pieces.append(piece_of(moment, name, key, value, param))
-        if isinstance(value, RaggedDTensor):
+        # Padding of codes is the code of zero.
+        if isinstance(value, RaggedDTensor) and value.is_floating_point():
             buffers.setdefault(key, []).append((name, value))
     for key, held in buffers.items():
         record.padding.extend(_nonzero_padding(moment, key, held))
