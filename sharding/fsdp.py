@@ -426,6 +426,20 @@ class FSDPModule(torch_fsdp.FSDPModule):
     set_unshard_in_backward = _unsupported(
         "set_unshard_in_backward", "backward needs the parameters"
     )
+    # From torch 2.15 on:
+    set_keep_unsharded_storage = _unsupported(
+        "set_keep_unsharded_storage",
+        "the memory of gathered parameters is freed with them; set_reshard_after_forward(False) "
+        "and set_reshard_after_backward(False) keep both",
+    )
+    _ENDS_ITSELF = (
+        "every backward ends with its reductions complete; set_requires_gradient_sync(False) "
+        "leaves them to a later backward"
+    )
+    set_manual_backward_finalization = _unsupported(
+        "set_manual_backward_finalization", _ENDS_ITSELF
+    )
+    finalize_backward = _unsupported("finalize_backward", _ENDS_ITSELF)
 
 
 def _states_of(modules: Iterable[nn.Module | FSDPModule]) -> list[ModuleState]:
