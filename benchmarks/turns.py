@@ -6,7 +6,6 @@ in the same round is not.
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
 import sys
@@ -66,9 +65,11 @@ def launch(main: Callable[[], None], script: str, ranks: int) -> None:
         torch.set_num_threads(1)
         dist.init_process_group("gloo")
         main()
-        gc.collect()  # models are cycles that keep the group, and its threads, beyond its end
         dist.destroy_process_group()
-        return
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Threads of gloo that free a tensor while Python ends abort the process (pytorch#190489).
+        os._exit(0)
     from torch.distributed.run import main as torchrun  # costs a second that ranks do not need
 
     torchrun(["--standalone", "--nproc-per-node", str(ranks), script, *sys.argv[1:]])

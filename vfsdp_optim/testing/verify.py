@@ -426,4 +426,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not sys.exit: where a thread of gloo lets go of a tensor while Python ends, the process aborts
+    # (pytorch#190489), and the exit code says something else.
+    os._exit(code)
