@@ -44,6 +44,8 @@ def plant(cls: type) -> type:
     """Register a mutant: an optimizer, or an algorithm in the place of the one it derives from."""
 
     def make(module: nn.Module) -> torch.optim.Optimizer:
+        if issubclass(cls, torch.optim.AdamW):
+            return cls(module.named_parameters(), lr=0.1, weight_decay=0.5)
         kind = cls if issubclass(cls, StructuredOptimizer) else StructuredOptimizer
         algorithms: list[Algorithm] = [MuonAlgorithm(), AdamWAlgorithm()]
         if issubclass(cls, Algorithm):
@@ -339,3 +341,76 @@ class LearningRateOfTheConstructor(StructuredOptimizer):
         super().load_state_dict(state_dict)
         for group, rate in zip(self.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+@plant
+class WeightDecayOfTheConstructor(StructuredOptimizer):
+    """A load brings the learning rate back and not what was built with another value."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        decays = [group["weight_decay"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        for group, decay in zip(self.param_groups, decays, strict=True):
+            group["weight_decay"] = decay
+
+
+# -------------------------------------------------------------------- states that are no tensors
+
+
+class Keeps(torch.optim.AdamW):
+    """Updates rightly and keeps something wrong on shards, which a later step would read."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad, ranked = param.grad, isinstance(param, RaggedDTensor)
+                    self.keep(group, param, grad.to_local() if ranked else grad, ranked)
+        return loss
+
+    def keep(self, group: dict[str, Any], param: Tensor, grad: Tensor, ranked: bool) -> None:
+        """Keep it; `grad` is what this rank has, `ranked` whether that is a piece."""
+        raise NotImplementedError
+
+
+@plant
+class NormsOfPiecesInAList(Keeps):
+    """A history of gradient norms, as ZClip and AdaGC keep one, of the pieces on one rank."""
+
+    def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
+        old = self.state[param].get("norms", [])
+        self.state[param]["norms"] = [*old, float(grad.norm())][-2:]
+
+
+@plant
+class CountBesideParameters(Keeps):
+    """Counts updates for all parameters, of those of which this rank has a piece."""
+
+    def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
+        count = self.state["all"].get("count", 0)
+        self.state["all"] = {"count": count + (grad.numel() > 0)}
+
+
+@plant
+class FlagOfTheRank(Keeps):
+    """A parameter counts as seen where a piece of its gradient is not zero."""
+
+    def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
+        self.state[param]["seen"] = bool(grad.any())
+
+
+@plant
+class SeedOfTheRank(Keeps):
+    """A seed of 64 bits, in which ranks differ by less than a float can tell."""
+
+    def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
+        self.state[param]["seed"] = 2**60 + (dist.get_rank() if ranked else 0)
+
+
+@plant
+class CountInTheGroup(Keeps):
+    """Steps are counted in the group, as schedule-free optimizers do, once for each piece."""
+
+    def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
+        group["k"] = group.get("k", 0) + (grad.numel() > 0)

@@ -16,6 +16,7 @@ from vfsdp_optim.testing import (
     step_programs,
 )
 from vfsdp_optim.testing.differences import DifferenceError
+from vfsdp_optim.testing.programs import Load, Program, Save, SetLr, Step
 
 # Neither the rows of p0 nor those of p1 are multiples of 16 elements on 2 to 4 ranks.
 ODD = [(37, 7), (5, 13, 3)]
@@ -85,6 +86,34 @@ def test_torchs_muon_is_not_exact_on_fsdp2():
     differing, numel, size = figures(str(error.value))
     assert differing > numel / 2
     assert 1e-5 < size < 0.1
+
+
+class Unusual(torch.optim.Optimizer):
+    """Right on shards, with states of all kinds, a key that reports use, and no learning rate."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad)
+            old = self.state[p].get("last", {"grads": []})["grads"]
+            self.state[p]["last"] = {"grads": [*old, p.grad.clone()][-2:]}
+            self.state[p]["param"] = 2 * p.detach()
+            self.state[p]["kind"] = "plain"
+            self.state["all"] = {"count": self.state["all"].get("count", 0) + 1}
+
+
+def make_unusual(module: nn.Module) -> torch.optim.Optimizer:
+    return Unusual(module.parameters())
+
+
+def test_right_optimizer_with_unusual_states_is_exact():
+    steps = Step(), SetLr(0.5), Step()
+    for layout in ("ours", "fsdp2"):
+        program = Program(tuple(ODD), 2, layout, (*steps, Save(), Load(3, layout), *steps))
+        assert_program_is_exact(make_unusual, program)
 
 
 class Refuses(torch.optim.SGD):

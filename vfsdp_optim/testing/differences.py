@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from vfsdp_optim.testing.records import PARAM, Padding, Piece, Record
+from vfsdp_optim.testing.records import OPTION, PARAM, Padding, Piece, Record
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -66,8 +66,8 @@ class Difference:
 
     Attributes:
         when: the moment, as text.
-        name: of the parameter.
-        key: "param", or the key of a state.
+        name: of the parameter; empty for a state of none.
+        key: as in `records.Piece`.
         what: the lines that say how it differs.
     """
 
@@ -78,9 +78,20 @@ class Difference:
 
     def __str__(self) -> str:
         """Return the report."""
-        state = "the parameter itself" if self.key == PARAM else f"state {self.key!r}"
-        head = f"first difference: {self.when}, parameter {self.name!r}, {state}"
+        head = f"first difference: {self.when}, {self._owner}, {self._place}"
         return "\n".join([head, *(f"  {line}" for line in self.what)])
+
+    @property
+    def _owner(self) -> str:
+        return f"parameter {self.name!r}" if self.name else "beside all parameters"
+
+    @property
+    def _place(self) -> str:
+        if self.key == PARAM:
+            return "the parameter itself"
+        if self.key.startswith(OPTION):
+            return f"option {self.key.removeprefix(OPTION)!r} of its group"
+        return f"state {self.key!r}"
 
 
 def first_difference(
@@ -106,12 +117,20 @@ def first_difference(
         for found in record.padding:
             padding.setdefault(found.moment, (rank, found))
     full = {(piece.moment, piece.name, piece.key): piece for piece in unsharded.pieces}
-    names = list(dict.fromkeys(piece.name for piece in unsharded.pieces))
+    # A loaded torch.optim.Optimizer has options that a new one lacks.
+    pieces = {
+        place: held
+        for place, held in pieces.items()
+        if place in full or not place[2].startswith(OPTION)
+    }
+    names = list(dict.fromkeys(name for _, name, _ in (*full, *pieces)))
+    keys: dict[tuple[int, str], dict[str, None]] = {}  # a dict keeps their order
+    for moment, name, key in (*full, *pieces):
+        keys.setdefault((moment, name), {})[key] = None
     for moment in sorted({moment for moment, _, _ in pieces}):
         wrong: list[Difference] = []
         for name in names:
-            keys = [k for s, n, k in (*full, *pieces) if (s, n) == (moment, name)]
-            for key in sorted(dict.fromkeys(keys), key=lambda k: k == PARAM):
+            for key in sorted(keys.get((moment, name), ()), key=lambda k: k == PARAM):
                 place = moment, name, key
                 what = _compare(pieces.get(place, []), full.get(place), len(sharded), tolerance)
                 if what:
@@ -139,7 +158,7 @@ def _others(wrong: Sequence[Difference]) -> list[str]:
     if not wrong:
         return ["nothing else differs then"]
     shown = [
-        f"{name!r} ({', '.join(d.key for d in of_name)})"
+        f"{name!r} ({', '.join(d.key or 'param' for d in of_name)})"
         for name, of_name in groupby(wrong, key=lambda d: d.name)
     ]
     more = f" and {len(shown) - 6} more parameters" if len(shown) > 6 else ""

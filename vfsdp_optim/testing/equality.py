@@ -30,6 +30,7 @@ from vfsdp_optim.testing.records import Record
 from vfsdp_optim.testing.reproduce import script
 from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, describe
 from vfsdp_optim.testing.trial import (
+    SCHEDULED,
     MakeModel,
     ParametersOf,
     Saved,
@@ -250,7 +251,10 @@ def _compare(
                 str(difference),
             ]
             if part.loads:
-                lines.append("  the ranks had loaded what others saved")
+                lines.append(
+                    "  the ranks had loaded what others saved, into optimizers built with 0.75 of "
+                    f"{', '.join(SCHEDULED)}"
+                )
             return "\n".join(lines)
         if part.saves:
             saved = results[0][1]

@@ -13,10 +13,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils import _pytree as pytree
 
 from sharding.ragged_tensor import RaggedDTensor
 
-PARAM = "param"  # the key of the parameter itself, beside those of its states
+PARAM = ""  # the key of the parameter itself, beside those of its states
+OPTION = "option "  # begins the key of a number in the group of a parameter
+
+
+# Integers apart from floats, which do not have the digits of a seed of 64 bits.
+_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +31,9 @@ class Piece:
 
     Attributes:
         moment: number of the observation, from 1.
-        name: of the parameter.
-        key: `PARAM`, or the key of a state.
+        name: of the parameter; empty for what the optimizer keeps beside parameters.
+        key: `PARAM`, the key of a state (with its place, in a list or dict), or `OPTION` and the
+            name of an option of the group, at the first parameter of the group.
         shape: of the full tensor.
         start: where the piece starts in the flattened full tensor.
         values: (n,) the elements, on the CPU.
@@ -92,8 +99,11 @@ class Record:
 def observe(
     record: Record, moment: int, params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Append what this rank holds of all parameters and their states, and of their padding."""
+    """Append the options, what this rank holds of all parameters and their states, and of their
+    padding."""
     buffers: dict[str, list[tuple[str, RaggedDTensor]]] = {}
+    for name, key, value in _options(params, optimizer):
+        record.pieces.append(piece_of(moment, name, key, value, value))
     for name, key, value, param in held_tensors(params, optimizer):
         record.pieces.append(piece_of(moment, name, key, value, param))
         # Padding of codes is the code of zero.
@@ -106,18 +116,44 @@ def observe(
 def held_tensors(
     params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, Tensor, nn.Parameter]]:
-    """Yield (name, key, value, parameter) of the states that are tensors or numbers, and of each
-    parameter after its states."""
+    """Yield (name, key, value, parameter) of the tensors and numbers in states, of each parameter
+    after its states, and at last of what `optimizer.state` has beside parameters."""
     known = {id(p) for group in optimizer.param_groups for p in group["params"]}
     states = optimizer.state  # a property that checks all parameters, with some optimizers
     for name, param in params.items():
         of_param = states[param] if id(param) in known and param in states else {}
         for key, value in of_param.items():
-            if isinstance(value, int | float) and not isinstance(value, bool):
-                value = torch.tensor(value, dtype=torch.float64)
-            if isinstance(value, Tensor):
-                yield name, key, value, param
+            for place, leaf in _leaves(key, value):
+                yield name, place, leaf, param
         yield name, PARAM, param.detach(), param
+    for key, value in states.items():
+        if not isinstance(key, Tensor):
+            for place, leaf in _leaves(key, value):
+                yield "", place, leaf, leaf
+
+
+def _options(
+    params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, str, Tensor]]:
+    """Yield (name of the first parameter, key, value) of the numbers in each group."""
+    names = {id(param): name for name, param in params.items()}
+    for group in optimizer.param_groups:
+        first = next((names[id(p)] for p in group["params"] if id(p) in names), None)
+        for key, value in group.items():
+            if first is not None and key not in ("params", "param_names"):
+                for place, leaf in _leaves(f"{OPTION}{key}", value):
+                    yield first, place, leaf
+
+
+def _leaves(key: Any, value: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield (key, value as a tensor) of the tensors and numbers in a value, at any depth."""
+    if isinstance(value, dict | list | tuple):
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            yield from _leaves(f"{key}{pytree.keystr(path)}", leaf)
+    elif isinstance(value, Tensor):
+        yield str(key), value
+    elif type(value) in _NUMBERS:
+        yield str(key), torch.tensor(value, dtype=_NUMBERS[type(value)])
 
 
 def piece_of(moment: int, name: str, key: str, value: Tensor, param: Tensor) -> Piece:

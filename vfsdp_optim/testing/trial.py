@@ -6,6 +6,7 @@ checkpoints of torch.distributed) one directory.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
 
 from vfsdp_optim.testing.gradients import as_gradients, seeded
 from vfsdp_optim.testing.programs import (
@@ -35,6 +37,8 @@ from vfsdp_optim.testing.shardings import (
 )
 
 MakeModel = Callable[[], nn.Module]
+
+SCHEDULED = ("lr", "weight_decay", "momentum", "betas")  # options that change while one trains
 
 
 class Parameters(nn.Module):
@@ -66,6 +70,13 @@ class ParametersOf:
         )
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole:
+    """The full tensor of a state that was sharded; loaded, it is sharded again."""
+
+    tensor: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class Saved:
     """What a rank saved.
@@ -73,14 +84,12 @@ class Saved:
     Attributes:
         directory: of torch.distributed.checkpoint; empty for full tensors.
         params: full parameters by name.
-        optimizer: `state_dict()` with full tensors.
-        sharded: which of its state tensors were sharded, by parameter and key.
+        optimizer: `state_dict()`, with `Whole`s for sharded tensors.
     """
 
     directory: str = ""
     params: dict[str, Tensor] | None = None
     optimizer: dict[str, Any] | None = None
-    sharded: frozenset[tuple[Any, str]] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +159,8 @@ class Trial:
             self._take(instruction)
         elif isinstance(instruction, SetLr):
             for group in self.optimizer.param_groups:
-                group["lr"] = group["lr"] * instruction.factor
+                if "lr" in group:
+                    group["lr"] = group["lr"] * instruction.factor
         elif isinstance(instruction, Save):
             self.optimizer.state_dict()  # reading state may make it: so too where nothing is saved
         else:
@@ -202,20 +212,16 @@ class Trial:
             dcp.save({"model": weights, "optimizer": state}, checkpoint_id=directory)
             return Saved(directory)
         optimizer = self.optimizer.state_dict()
-        full = {
-            index: {key: _full(value) for key, value in of_param.items()}
-            for index, of_param in optimizer["state"].items()
-        }
-        sharded = frozenset(
-            (index, key)
-            for index, of_param in optimizer["state"].items()
-            for key, value in of_param.items()
-            if isinstance(value, DTensor)
-        )
         params = {name: _full(param.detach()) for name, param in self.params.items()}
-        return Saved("", params, {**optimizer, "state": full}, sharded)
+        state = pytree.tree_map_only(
+            Tensor,
+            lambda x: Whole(_full(x)) if isinstance(x, DTensor) else x.clone(),
+            optimizer["state"],
+        )
+        return Saved("", params, {**optimizer, "state": state})
 
     def _load(self, saved: Saved) -> None:
+        _spoil_options(self.optimizer)
         if saved.directory:
             weights, state = get_state_dict(self.model, self.optimizer)
             loaded = {"model": weights, "optimizer": state}
@@ -229,24 +235,32 @@ class Trial:
         indices = [i for group in saved.optimizer["param_groups"] for i in group["params"]]
         by_index = dict(zip(indices, params, strict=True))
         state = {
-            index: {
-                key: _like(value, by_index[index]) if (index, key) in saved.sharded else value
-                for key, value in of_param.items()
-            }
+            index: pytree.tree_map_only(Whole, partial(_like, by_index.get(index)), of_param)
             for index, of_param in saved.optimizer["state"].items()
         }
         self.optimizer.load_state_dict({**saved.optimizer, "state": state})
 
 
-def _full(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value.full_tensor().clone()  # where one rank has all of it, that is no copy
-    return value.clone() if isinstance(value, Tensor) else value
+def _spoil_options(optimizer: torch.optim.Optimizer) -> None:
+    """Change what a new optimizer was built with: an option that a load does not bring back is seen
+    then. By a factor that no program draws for `SetLr`."""
+    for group in optimizer.param_groups:
+        for key in SCHEDULED:
+            if key in group:
+                group[key] = pytree.tree_map_only(
+                    (float, int, Tensor), lambda x: x * 0.75, group[key]
+                )
 
 
-def _like(full: Tensor, param: Tensor) -> Tensor:
+def _full(value: Tensor) -> Tensor:
+    # Where one rank has all of a DTensor, full_tensor() is no copy.
+    return (value.full_tensor() if isinstance(value, DTensor) else value).clone()
+
+
+def _like(param: Tensor | None, whole: Whole) -> Tensor:
     # States of other shapes stay full: the optimizer knows how it cuts them.
-    return cut_like(full, param) if full.shape == param.shape else full
+    full = whole.tensor
+    return cut_like(full, param) if param is not None and full.shape == param.shape else full
 
 
 def run_sharded(
