@@ -98,6 +98,28 @@ def test_batch_that_ranks_cannot_share_evenly_is_named():
         assert_training_matches(make_model, make_adamw, list(batches()), loss=loss, world_sizes=[5])
 
 
+class OnlyAlone(torch.optim.SGD):
+    """Does nothing on shards."""
+
+    def step(self, closure=None):
+        if not any(
+            hasattr(p, "placements") for group in self.param_groups for p in group["params"]
+        ):
+            super().step(closure)
+
+
+def test_learning_rate_that_hides_missing_steps_in_the_tolerance_is_named():
+    options = dict(loss=loss, world_sizes=[2])
+    with pytest.raises(ValueError, match=r"move by more than atol=0.0001 and rtol=0.001"):
+        assert_training_matches(
+            make_model, lambda m: OnlyAlone(m.parameters(), lr=1e-6), list(batches()), **options
+        )
+    with pytest.raises(DifferenceError, match="the loss of step 2"):
+        assert_training_matches(
+            make_model, lambda m: OnlyAlone(m.parameters(), lr=0.1), list(batches()), **options
+        )
+
+
 def test_error_of_a_rank_is_passed_on():
     with pytest.raises(RankError, match="KeyError"):
         assert_training_matches(
@@ -141,8 +163,13 @@ def fused_adamw(param, grad, mean, square):
         (lambda x: x - x.mean(), "depends on where its tensors are cut: tensor 1 "),
         (lambda x: x.cumsum(0), "element "),
         (lambda x: x[:-1], "has 99. elements in pieces and 999 as a whole: it is not element-wise"),
+        (
+            lambda x: x.norm(),
+            "has [3-6] elements in pieces and 1 as a whole: it is not element-wise",
+        ),
+        (lambda x: {"out": [x - x.mean()]}, "depends on where its tensors are cut: tensor 1 "),
     ],
-    ids=["mean", "cumsum", "shorter"],
+    ids=["mean", "cumsum", "shorter", "number", "nested"],
 )
 def test_op_that_depends_on_cuts_is_found(op, words):
     with pytest.raises(DifferenceError, match=words):

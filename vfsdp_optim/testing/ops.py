@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, values_of
 from vfsdp_optim.testing.gradients import seeded
@@ -31,7 +32,8 @@ def assert_op_cut_invariant(
     depends on where a shard is cut. Pieces lie at all alignments in memory.
 
     Args:
-        op: called with 1-D tensors of equal length; may write to them and may return tensors.
+        op: called with 1-D tensors of equal length; may write to them, and may return tensors, in
+            tuples, lists and dicts too.
         inputs: the tensors, or how many standard normal ones to draw. Not written to.
         numel: elements of a drawn one.
         dtype: of drawn ones.
@@ -64,11 +66,10 @@ def assert_op_cut_invariant(
 
 
 def _run(op: Callable[..., Any], tensors: list[Tensor]) -> list[Tensor]:
-    """Return the inputs as `op` left them, and what it returned."""
-    returned = op(*tensors)
-    if isinstance(returned, Tensor):
-        returned = (returned,)
-    return [*tensors, *(x for x in returned or () if isinstance(x, Tensor))]
+    """Return the inputs as `op` left them, and the tensors that it returned, all with a first dim
+    to put pieces together along."""
+    returned = [x for x in pytree.tree_leaves(op(*tensors)) if isinstance(x, Tensor)]
+    return [*tensors, *(x.reshape(1) if x.dim() == 0 else x for x in returned)]
 
 
 def _copy_at(piece: Tensor, offset: int) -> Tensor:

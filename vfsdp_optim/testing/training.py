@@ -71,7 +71,8 @@ def assert_training_matches(
 
     Raises:
         DifferenceError: a loss, or else a parameter, is further apart; it names the first step.
-        ValueError: a batch cannot be cut into equal parts.
+        ValueError: a batch cannot be cut into equal parts, or no parameter moves by more than the
+            tolerance: ranks that never step would pass.
         RankError: a rank raised, died or hung.
     """
     loop = Loop(make_model, make_optimizer, tuple(batches), loss, clip)
@@ -79,6 +80,7 @@ def assert_training_matches(
         _check_batches(loop.batches, world_size)
     tolerance = Tolerance.of(False, atol, rtol)
     expected, unsharded = run_single(train, loop, None, timeout=timeout)
+    _check_that_it_moves(unsharded, tolerance)
     for world_size in world_sizes:
         for layout in as_layouts(layouts):
             results = run_ranks(train, world_size, loop, layout, timeout=timeout)
@@ -93,7 +95,8 @@ def train(loop: Loop, layout: Layout | None) -> tuple[list[float], Record]:
     """Train on all ranks, or in this process where `layout` is None.
 
     Returns:
-        The losses, averaged over ranks, and the parameters after every step.
+        The losses, averaged over ranks, and the parameters after every step; in one process also
+        before the first.
     """
     torch.manual_seed(0)
     model = loop.make_model()
@@ -105,6 +108,8 @@ def train(loop: Loop, layout: Layout | None) -> tuple[list[float], Record]:
     record = Record(type(optimizer).__name__)
     params = dict(model.named_parameters())
     losses = []
+    if layout is None:
+        observe(record, 0, params, optimizer)  # where it starts
     for step, batch in enumerate(loop.batches, 1):
         part = pytree.tree_map_only(Tensor, lambda x: x.tensor_split(ranks)[rank], batch)
         loss = loop.loss(model, part)
@@ -122,6 +127,16 @@ def train(loop: Loop, layout: Layout | None) -> tuple[list[float], Record]:
     # Sizes of states differ too much for one tolerance.
     record.pieces = [piece for piece in record.pieces if piece.key == PARAM]
     return losses, record
+
+
+def _check_that_it_moves(record: Record, tolerance: Tolerance) -> None:
+    start = {piece.name: piece.values for piece in record.pieces if piece.moment == 0}
+    if not any(tolerance.wrong(piece.values, start[piece.name]).any() for piece in record.pieces):
+        raise ValueError(
+            f"expected parameters that move by more than atol={tolerance.atol} and "
+            f"rtol={tolerance.rtol}, or ranks that never step would pass; take a larger learning "
+            "rate, more batches or a smaller tolerance"
+        )
 
 
 def _check_batches(batches: Sequence[Any], world_size: int) -> None:
