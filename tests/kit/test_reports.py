@@ -52,6 +52,12 @@ class Sgd(torch.optim.Optimizer):
             state["before"] = state["before"].to(torch.bfloat16)
         if self.fault == "extra":
             state["after"] = torch.zeros(())
+        if self.fault == "sums of rows":
+            state["before"] = p.to_local().new_ones(p.to_local().numel() // 5)
+        if self.fault == "padding beside nothing" and start == stop:
+            piece = p.to_local()
+            length = piece.untyped_storage().nbytes() // piece.element_size()
+            piece.as_strided((length,), (1,), 0).fill_(1.0)
         if self.fault == "forgets its shard" and self.steps == 2:
             state["before"] = local_ones(p) if dist.get_rank() else state["before"]
 
@@ -120,12 +126,23 @@ def test_report_names_step_parameter_index_values_rank_and_layout():
         ("extra", ["state 'after'", "it exists on ranks 0, 1, 2 and not in the unsharded run"]),
         ("half", ["step 3", "sharded    bfloat16 of shape (6, 5) on rank 0", "unsharded  float32"]),
         ("forgets its shard", ["step 2", "held by    rank 2", "a plain tensor; its parameter is"]),
+        (
+            "sums of rows",
+            ["'before'", "on rank 0 of a plain tensor, not of the shape of this rank's"],
+        ),
     ],
 )
 def test_report_names_what_is_missing_or_of_another_kind(fault, words):
     report = report_of(fault)
     for text in words:
         assert text in report, report
+
+
+def test_padding_of_a_rank_that_holds_nothing_is_read():
+    with pytest.raises(DifferenceError, match=r"padding .* not zero:\n .*256 elements of rank 1 "):
+        assert_sharded_equals_unsharded(
+            partial(make_sgd, "padding beside nothing"), shapes=[(5,)], world_sizes=[2], steps=1
+        )
 
 
 def test_difference_after_a_load_says_so():

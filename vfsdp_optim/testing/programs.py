@@ -34,7 +34,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class SetLr:
-    """Multiply the learning rate of every group."""
+    """Multiply the learning rate of every group that has one."""
 
     factor: float
 

@@ -181,7 +181,9 @@ def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, .
         # A plain tensor beside a sharded parameter: the optimizer keeps its own piece.
         _, start, shape, layout = local_piece(param.detach(), param)
         return value, start, tuple(shape), f"a plain tensor; its parameter is cut by {layout}"
-    return value, 0, tuple(value.shape), ""
+    odd = isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim() > 0
+    layout = "a plain tensor, not of the shape of this rank's piece and so taken for whole"
+    return value, 0, tuple(value.shape), layout if odd else ""
 
 
 def _nonzero_padding(
@@ -190,9 +192,8 @@ def _nonzero_padding(
     storages: dict[int, list[tuple[int, int, str, Tensor]]] = {}
     for name, value in held:
         local = value._local_tensor.detach()
-        if local.numel():
-            place = (int(local.storage_offset()), local.numel(), name, local)
-            storages.setdefault(local.untyped_storage().data_ptr(), []).append(place)
+        place = (int(local.storage_offset()), local.numel(), name, local)
+        storages.setdefault(local.untyped_storage().data_ptr(), []).append(place)
     for places in storages.values():
         local = places[0][3]
         numel = local.untyped_storage().nbytes() // local.element_size()
