@@ -1,6 +1,7 @@
 """What the kit says about optimizers that are not ours, on torch's FSDP2, HSDP and our shards."""
 
 import re
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -101,7 +102,8 @@ class Unusual(torch.optim.Optimizer):
             old = self.state[p].get("last", {"grads": []})["grads"]
             self.state[p]["last"] = {"grads": [*old, p.grad.clone()][-2:]}
             self.state[p]["param"] = 2 * p.detach()
-            self.state[p]["kind"] = "plain"
+            self.state[p]["kinds"] = Counter(plain=2**64 - 1)
+            self.state[p]["name"] = "plain"
             self.state["all"] = {"count": self.state["all"].get("count", 0) + 1}
 
 

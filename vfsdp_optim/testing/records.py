@@ -13,16 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.utils import _pytree as pytree
 
 from sharding.ragged_tensor import RaggedDTensor
 
 PARAM = ""  # the key of the parameter itself, beside those of its states
 OPTION = "option "  # begins the key of a number in the group of a parameter
-
-
-# Integers apart from floats, which do not have the digits of a seed of 64 bits.
-_NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,13 +142,18 @@ def _options(
 
 def _leaves(key: Any, value: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield (key, value as a tensor) of the tensors and numbers in a value, at any depth."""
-    if isinstance(value, dict | list | tuple):
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            yield from _leaves(f"{key}{pytree.keystr(path)}", leaf)
-    elif isinstance(value, Tensor):
+    if isinstance(value, Tensor):
         yield str(key), value
-    elif type(value) in _NUMBERS:
-        yield str(key), torch.tensor(value, dtype=_NUMBERS[type(value)])
+    elif isinstance(value, bool):
+        yield str(key), torch.tensor(value)
+    elif isinstance(value, float):
+        yield str(key), torch.tensor(value, dtype=torch.float64)
+    elif isinstance(value, int):
+        # Not a float, which has not the digits of a seed of 64 bits, with or without a sign.
+        yield str(key), torch.tensor((value + 2**63) % 2**64 - 2**63)
+    elif isinstance(value, dict | list | tuple):
+        for place, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _leaves(f"{key}[{place!r}]", item)
 
 
 def piece_of(moment: int, name: str, key: str, value: Tensor, param: Tensor) -> Piece:
