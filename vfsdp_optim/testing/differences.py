@@ -175,6 +175,7 @@ def _compare(
     if len(held) < world_size:
         missing = sorted(set(range(world_size)) - {rank for rank, _ in held})
         return [f"it exists in the unsharded run and not on {_ranks(missing)}"]
+    held = [(rank, _placed(piece, full)) for rank, piece in held]
     covered = 0
     for _, piece in sorted(held, key=lambda item: item[1].start):
         if piece.start > covered:
@@ -189,6 +190,7 @@ def compare_pieces(
     held: Sequence[tuple[int, Piece]], full: Piece, tolerance: Tolerance
 ) -> list[str]:
     """Return how the pieces of some ranks differ from the full tensor; [] if they do not."""
+    held = [(rank, _placed(piece, full)) for rank, piece in held]
     for rank, piece in held:
         if piece.values.dtype != full.values.dtype or piece.shape != full.shape:
             return [
@@ -202,6 +204,14 @@ def compare_pieces(
         if differs.any():
             wrong.append((rank, piece, differs))
     return _describe(wrong, full) if wrong else []
+
+
+def _placed(piece: Piece, full: Piece) -> Piece:
+    """Return a plain tensor as the part of the full one that it is, where the shapes say so."""
+    start = dict(piece.places).get(full.shape)
+    if piece.shape == full.shape or start is None:
+        return piece
+    return replace(piece, shape=full.shape, start=start)
 
 
 def _describe(wrong: list[tuple[int, Piece, Tensor]], full: Piece) -> list[str]:

@@ -33,6 +33,8 @@ class Piece:
         start: where the piece starts in the flattened full tensor.
         values: (n,) the elements, on the CPU.
         layout: how the tensor is cut, as text; empty if it is whole.
+        places: of a plain tensor beside a sharded parameter, which may be this rank's own part of
+            a larger one: the full shapes that would make it that, and where it would start.
     """
 
     moment: int
@@ -42,6 +44,7 @@ class Piece:
     start: int
     values: Tensor
     layout: str = ""
+    places: tuple[tuple[tuple[int, ...], int], ...] = ()
 
     @property
     def stop(self) -> int:
@@ -72,7 +75,8 @@ class Record:
         """Return the record with all values in one tensor: pickling each would cost 0.1 ms."""
         flat = [piece.values.view(torch.uint8) for piece in self.pieces]
         heads = [
-            (p.moment, p.name, p.key, p.shape, p.start, p.layout, p.values.dtype, p.values.numel())
+            (p.moment, p.name, p.key, p.shape, p.start, p.layout, p.places)
+            + (p.values.dtype, p.values.numel())
             for p in self.pieces
         ]
         return self.optimizer, heads, torch.cat(flat) if flat else None, self.padding
@@ -82,11 +86,11 @@ class Record:
         self.optimizer, heads, data, self.padding = state
         self.pieces = []
         offset = 0
-        for moment, name, key, shape, start, layout, dtype, numel in heads:
+        for moment, name, key, shape, start, layout, places, dtype, numel in heads:
             end = offset + numel * dtype.itemsize
             # Views of another dtype need aligned memory.
             values = data[offset:end].clone().view(dtype)
-            self.pieces.append(Piece(moment, name, key, shape, start, values, layout))
+            self.pieces.append(Piece(moment, name, key, shape, start, values, layout, places))
             offset = end
 
 
@@ -160,7 +164,26 @@ def piece_of(moment: int, name: str, key: str, value: Tensor, param: Tensor) -> 
     """Return what this rank holds of a parameter or state, copied to the CPU."""
     local, start, shape, layout = local_piece(value, param)
     values = local.detach().cpu().reshape(-1).clone()
-    return Piece(moment, name, key, shape, start, values, layout)
+    places: tuple[tuple[tuple[int, ...], int], ...] = ()
+    if isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim():
+        places, layout = _own_places(value, param)
+    return Piece(moment, name, key, shape, start, values, layout, places)
+
+
+def _own_places(
+    value: Tensor, param: DTensor
+) -> tuple[tuple[tuple[tuple[int, ...], int], ...], str]:
+    """Return `Piece.places` and `Piece.layout` of a plain tensor beside a sharded parameter."""
+    local, start, shape, layout = local_piece(param.detach(), param)
+    places: list[tuple[tuple[int, ...], int]] = []
+    if value.numel() == local.numel() and (value.shape == local.shape or value.dim() == 1):
+        places += [(shape, start), ((prod(shape),), start)]
+    if local.dim() > 1 and value.shape[0] == local.shape[0] < shape[0]:
+        # Something for each row, such as the mean of its squares.
+        first = start // prod(shape[1:]) if local.numel() else 0
+        places.append(((shape[0], *value.shape[1:]), first * prod(value.shape[1:])))
+    whole = "a plain tensor, not of the shape of this rank's piece and so taken for whole"
+    return tuple(places), f"a plain tensor; its parameter is cut by {layout}" if places else whole
 
 
 def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, ...], str]:
@@ -177,13 +200,7 @@ def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, .
             start = offsets[0] * prod(shape[1:]) if value.dim() else 0
             return value.to_local(), start, tuple(value.shape), layout
         return value.full_tensor(), 0, tuple(value.shape), layout
-    if isinstance(param, DTensor) and value.dim() and value.shape == param.to_local().shape:
-        # A plain tensor beside a sharded parameter: the optimizer keeps its own piece.
-        _, start, shape, layout = local_piece(param.detach(), param)
-        return value, start, tuple(shape), f"a plain tensor; its parameter is cut by {layout}"
-    odd = isinstance(param, DTensor) and not isinstance(value, DTensor) and value.dim() > 0
-    layout = "a plain tensor, not of the shape of this rank's piece and so taken for whole"
-    return value, 0, tuple(value.shape), layout if odd else ""
+    return value, 0, tuple(value.shape), ""
 
 
 def _nonzero_padding(
