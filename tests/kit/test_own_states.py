@@ -32,7 +32,9 @@ class RowsAndColumns(torch.optim.Optimizer):
                 every = p.grad.full_tensor() if gather else g
                 state = self.state[p]
                 state["row"] = g.abs().amax(-1)
-                state["column"] = every.abs().amax(0) if len(every) else every.new_zeros(p.shape[1:])
+                state["column"] = (
+                    every.abs().amax(0) if len(every) else every.new_zeros(p.shape[1:])
+                )
                 state["flat"] = g.flatten().clone()
                 x.sub_(g / (state["row"][..., None] + state["column"]), alpha=0.1)
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import os
 import sys
 import textwrap
 from pathlib import Path
@@ -86,13 +87,14 @@ def _expression(make_optimizer: Any) -> tuple[list[str], str]:
             return ["import functools", *imports], f"functools.partial({arguments})"
     module, name = _importable(make_optimizer)
     if module:
-        paths = _search_paths(module)
-        first = ["import sys", f"sys.path[:0] = {paths!r}"] if paths else []
-        return [*first, f"from {module} import {name}"], name
+        paths = [] if _is_installed(module) else _search_paths()
+        return [*_searching(paths), f"from {module} import {name}"], name
     if cloudpickle is None:
         return [], "...  # the function that failed"
     data = base64.b85encode(cloudpickle.dumps(make_optimizer)).decode()
-    return ["import base64, pickle"], f"pickle.loads(base64.b85decode({data!r}))"
+    # What it uses of modules is pickled by their names.
+    imports = ["import base64, pickle", *_searching(_search_paths())]
+    return imports, f"pickle.loads(base64.b85decode({data!r}))"
 
 
 def _importable(item: Any) -> tuple[str, str]:
@@ -105,18 +107,22 @@ def _importable(item: Any) -> tuple[str, str]:
     return str(module), name
 
 
-def _search_paths(module: str) -> list[str]:
-    """Return the directories that this process searches and another may not; none if the module is
-    installed."""
+def _is_installed(module: str) -> bool:
     file = inspect.getsourcefile(importlib.import_module(module))
-    installed = (sys.prefix, sys.base_prefix)
-    if file is None or file.startswith(installed):
-        return []
+    return file is None or file.startswith((sys.prefix, sys.base_prefix))
+
+
+def _search_paths() -> list[str]:
+    """Return the directories that this process searches and another may not."""
     return [
         path
-        for path in dict.fromkeys(sys.path)
-        if path and not path.startswith(installed) and Path(path).is_dir()
+        for path in dict.fromkeys(path or os.getcwd() for path in sys.path)
+        if not path.startswith((sys.prefix, sys.base_prefix)) and Path(path).is_dir()
     ]
+
+
+def _searching(paths: list[str]) -> list[str]:
+    return ["import sys", f"sys.path[:0] = {paths!r}"] if paths else []
 
 
 def _is_literal(value: Any) -> bool:
