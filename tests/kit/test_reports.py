@@ -14,8 +14,12 @@ from torch import Tensor, nn
 
 from sharding import RaggedDTensor, RaggedShard
 from vfsdp_optim.testing import (
+    RankError,
+    assert_op_cut_invariant,
     assert_program_is_exact,
+    assert_resume_is_exact,
     assert_sharded_equals_unsharded,
+    assert_training_matches,
     step_programs,
 )
 from vfsdp_optim.testing.differences import DifferenceError
@@ -156,6 +160,62 @@ def test_difference_after_a_load_says_so():
     assert "the ranks had loaded what others saved" in str(error.value)
 
 
+def make_that_raises(module: nn.Module) -> torch.optim.Optimizer:
+    if isinstance(next(module.parameters()), RaggedDTensor):
+        raise KeyError("mine")
+    return torch.optim.SGD(module.parameters())
+
+
+def test_error_on_ranks_names_the_layout_and_is_shown_once():
+    with pytest.raises(RankError) as error:
+        assert_sharded_equals_unsharded(
+            make_that_raises, shapes=[(6, 5)], world_sizes=[3], layouts=["fsdp2", "ragged"]
+        )
+    assert error.value.__notes__ == ["this was SGD on 3 ranks in layout 'ragged'"]
+    assert str(error.value).count("--- ranks 0, 1, 2: raised KeyError") == 1
+    assert str(error.value).count("Traceback") == 1
+    model = partial(nn.Linear, 6, 5)
+    with pytest.raises(RankError) as error:
+        assert_training_matches(
+            model, make_that_raises, [torch.ones(4, 6)], loss=lambda m, x: m(x).sum()
+        )
+    assert error.value.__notes__ == ["this was SGD on 2 ranks in layout 'ours'"]
+
+
+class Louder(torch.optim.SGD):
+    """Doubles gradients on shards."""
+
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if isinstance(p, RaggedDTensor):
+                p.grad.mul_(2)
+        super().step()
+
+
+def make_louder(module: nn.Module) -> torch.optim.Optimizer:
+    return Louder(module.parameters(), lr=0.1)
+
+
+def test_pytest_shows_the_report_and_not_the_code_of_the_kit():
+    program = Program(((30, 11),))
+    model = partial(nn.Linear, 6, 5)
+    batches = [torch.ones(4, 6)]
+    wrong_loss = lambda m, x: m(x).sum()  # noqa: E731  (not the mean over samples)
+    calls = [
+        lambda: assert_sharded_equals_unsharded(make_louder, shapes=[(6, 5)], layouts="ours"),
+        lambda: assert_sharded_equals_unsharded(make_that_raises, shapes=[(6, 5)]),
+        lambda: assert_resume_is_exact(make_louder, shapes=[(6, 5)]),
+        lambda: assert_program_is_exact(make_louder, program),
+        lambda: assert_training_matches(model, make_louder, batches, loss=wrong_loss),
+        lambda: assert_op_cut_invariant(lambda x: x / x.norm()),
+    ]
+    for call in calls:
+        with pytest.raises((DifferenceError, RankError)) as error:
+            call()
+        shown = [str(entry.path) for entry in error.traceback.filter(error)]
+        assert shown == [__file__] * 2, shown
+
+
 # -------------------------------------------------------------------- the script
 
 
@@ -198,6 +258,19 @@ def test_script_carries_functions_that_cannot_be_imported():
     scope: dict[str, Any] = {}
     exec(text.rpartition("\n")[0], scope)
     assert scope["make_optimizer"](None) == 0.5
+
+
+def test_script_finds_modules_that_a_pickled_function_uses(tmp_path, monkeypatch):
+    (tmp_path / "optimizers_of_a_user.py").write_text("scale = 0.25\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import optimizers_of_a_user as theirs
+
+    text = script(lambda module: theirs.scale, Program(((3,),)), "why")
+    del sys.modules["optimizers_of_a_user"]
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path != str(tmp_path)])
+    scope: dict[str, Any] = {}
+    exec(text.rpartition("\n")[0], scope)
+    assert scope["make_optimizer"](None) == 0.25
 
 
 def test_failing_programs_shrink_to_something_readable():

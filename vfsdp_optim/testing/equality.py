@@ -94,6 +94,7 @@ def assert_sharded_equals_unsharded(
         ValueError: neither or both of `shapes` and `model`, or an unknown layout or gradients.
         RankError: a rank raised, died or hung.
     """
+    __tracebackhide__ = True  # pytest then shows the report, and not this function
     tolerance = Tolerance.of(exact, atol, rtol)
     kinds = as_layouts(layouts)
     as_gradients(gradients)
@@ -145,6 +146,7 @@ def assert_resume_is_exact(
         DifferenceError: the resumed run is not the uninterrupted one; see
             `assert_sharded_equals_unsharded`, as for the other errors.
     """
+    __tracebackhide__ = True  # pytest then shows the report, and not this function
     as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     taken = tuple(Step(gradients, seed) for _ in range(steps))
@@ -175,6 +177,7 @@ def assert_program_is_exact(
         RankError: a rank raised, died or hung; the script is a note of it.
         NotImplementedError: the optimizer does not support the layout.
     """
+    __tracebackhide__ = True  # pytest then shows the report, and not this function
     subject = Subject(ParametersOf(program.shapes, program.dtype), make_optimizer, program.late)
     try:
         report = find_difference(subject, program, timeout=timeout)
@@ -203,6 +206,7 @@ def find_difference(
         NotImplementedError: the optimizer does not support a layout.
         RankError: a rank raised, died or hung.
     """
+    __tracebackhide__ = True  # pytest then shows the report, and not this function
     parts = phases(program)
     records = {
         path: run_single(run_unsharded, subject, path, timeout=timeout)
@@ -229,6 +233,7 @@ def _compare(
     directory: Path | None = None,
 ) -> str:
     """Run phases on ranks, one after the other; return the report on the first difference."""
+    __tracebackhide__ = True  # pytest then shows the report, and not this function
     saved: Saved | None = None
     for number, (part, expected) in enumerate(zip(parts, unsharded, strict=True)):
         to = "" if directory is None else str(directory / str(number))
@@ -239,15 +244,14 @@ def _compare(
             )
         except RankError as error:
             _raise_if_unsupported(error, part, expected.optimizer)
+            error.add_note(f"this was {_what_ran(expected.optimizer, part)}")
             raise
         records = [record for record, _ in results]
         label = partial(moment_label, part.whole_path)
         difference = first_difference(records, expected, tolerance, label)
         if difference is not None:
-            ranks = f"{part.world_size} rank{'s' if part.world_size > 1 else ''}"
             lines = [
-                f"{expected.optimizer} on {ranks} in layout {describe(part.layout or '')} is not "
-                "the unsharded optimizer",
+                f"{_what_ran(expected.optimizer, part)} is not the unsharded optimizer",
                 str(difference),
             ]
             if part.loads:
@@ -261,7 +265,13 @@ def _compare(
     return ""
 
 
+def _what_ran(optimizer: str, part: Phase) -> str:
+    ranks = f"{part.world_size} rank{'s' if part.world_size > 1 else ''}"
+    return f"{optimizer} on {ranks} in layout {describe(part.layout or '')}"
+
+
 def _raise_if_unsupported(error: RankError, part: Phase, optimizer: str) -> None:
+    __tracebackhide__ = True
     head = "raised NotImplementedError"
     first = next((text for text in error.reports.values() if text.startswith(head)), None)
     if first is not None:

@@ -47,6 +47,7 @@ def assert_op_cut_invariant(
     Example:
         >>> assert_op_cut_invariant(lambda x: x.sqrt_())
     """
+    __tracebackhide__ = True
     if isinstance(inputs, int):
         whole = [torch.randn(numel, generator=seeded(seed, i)).to(dtype) for i in range(inputs)]
     else:
@@ -79,6 +80,7 @@ def _copy_at(piece: Tensor, offset: int) -> Tensor:
 
 
 def _compare(number: int, actual: Tensor, expected: Tensor, places: list[int]) -> None:
+    __tracebackhide__ = True
     if actual.shape != expected.shape:
         raise DifferenceError(
             f"tensor {number} of the operation has {actual.numel()} elements in pieces and "

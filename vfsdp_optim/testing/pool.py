@@ -70,9 +70,15 @@ class RankError(RuntimeError):
     """
 
     def __init__(self, message: str, reports: dict[int, str]) -> None:
-        """Join the summary and every rank's report into one message."""
-        parts = [message, *(f"--- rank {rank}: {text}" for rank, text in sorted(reports.items()))]
-        super().__init__("\n".join(parts))
+        """Join the summary and the reports of all ranks into one message, equal ones only once."""
+        alike: dict[str, list[str]] = {}
+        for rank, text in sorted(reports.items()):
+            alike.setdefault(text, []).append(str(rank))
+        parts = [
+            f"--- rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)}: {text}"
+            for text, ranks in alike.items()
+        ]
+        super().__init__("\n".join([message, *parts]))
         self.reports = reports
 
 
@@ -144,6 +150,7 @@ class RankPool:
             TypeError: `fn` or an argument cannot travel.
             RankError: a rank raised, died, or had not finished after `timeout` seconds.
         """
+        __tracebackhide__ = True
         if world_size < 1:
             raise ValueError(f"expected a positive world_size, got {world_size!r}")
         call = self._prepare(fn, world_size, args)
@@ -447,6 +454,7 @@ def run_ranks(
 
     See `RankPool.run` for arguments and errors.
     """
+    __tracebackhide__ = True
     return _POOL.run(fn, world_size, *args, timeout=timeout)
 
 
@@ -455,6 +463,7 @@ def run_single(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any
 
     The others keep their process group meanwhile.
     """
+    __tracebackhide__ = True
     return _SINGLE.run(fn, 1, *args, timeout=timeout)[0]
 
 

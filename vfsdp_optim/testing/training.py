@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference
-from vfsdp_optim.testing.pool import run_ranks, run_single
+from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
 from vfsdp_optim.testing.records import PARAM, Record, observe
 from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, describe, shard_model
 
@@ -75,6 +75,7 @@ def assert_training_matches(
             tolerance: ranks that never step would pass.
         RankError: a rank raised, died or hung.
     """
+    __tracebackhide__ = True
     loop = Loop(make_model, make_optimizer, tuple(batches), loss, clip)
     for world_size in world_sizes:
         _check_batches(loop.batches, world_size)
@@ -83,8 +84,12 @@ def assert_training_matches(
     _check_that_it_moves(unsharded, tolerance)
     for world_size in world_sizes:
         for layout in as_layouts(layouts):
-            results = run_ranks(train, world_size, loop, layout, timeout=timeout)
             where = f"{unsharded.optimizer} on {world_size} ranks in layout {describe(layout)}"
+            try:
+                results = run_ranks(train, world_size, loop, layout, timeout=timeout)
+            except RankError as error:
+                error.add_note(f"this was {where}")
+                raise
             _compare_losses(results[0][0], expected, tolerance, where)
             found = first_difference([record for _, record in results], unsharded, tolerance)
             if found is not None:
@@ -152,6 +157,7 @@ def _check_batches(batches: Sequence[Any], world_size: int) -> None:
 def _compare_losses(
     actual: Sequence[float], expected: Sequence[float], tolerance: Tolerance, where: str
 ) -> None:
+    __tracebackhide__ = True
     a, b = torch.tensor(actual).double(), torch.tensor(expected).double()
     wrong = tolerance.wrong(a, b)
     if wrong.any():
