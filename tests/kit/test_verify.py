@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+import verify_subjects
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ranks import run_ranks
-from vfsdp_optim.testing import verify
+from vfsdp_optim.testing import RankError, verify
 from vfsdp_optim.testing.verify import Row
 from vfsdp_optim.testing.wire import wire_bytes
 
@@ -46,9 +47,10 @@ def test_verify_passes_for_ours_and_measures_beside_fsdp2():
     assert [ours[2], theirs[2], *on_theirs] == ["yes"] * 4
     assert len(ours[3]) == 8
     assert all(float(cell.replace(",", "")) > 0 for row in (ours, theirs) for cell in row[4:8])
-    assert cells(result.stdout, "MuonAndAdamW", "fsdp2")[2] == "no"
-    assert "MuonAndAdamW on FSDP2, for comparison:\nfirst difference: step 1" in result.stdout
-    assert "equal, bit by bit" in result.stdout
+    assert cells(result.stdout, "torch.optim.MuonAndAdamW", "fsdp2")[2] == "no"
+    text = "torch.optim.MuonAndAdamW on FSDP2, for comparison:\nfirst difference: step 1"
+    assert text in result.stdout
+    assert result.stdout.endswith("equal, bit by bit: AdamW, Muon\n")
     assert "not counted" not in result.stderr
 
 
@@ -61,13 +63,54 @@ def test_verify_checks_8bit_states_on_our_shards():
 
 def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded():
     result = run(
-        "--model", "verify_subjects:make_model", "--optimizer", "verify_subjects:make_wrong"
-    )
+        "--model", "verify_subjects:make_model",
+        "--optimizer", "verify_subjects:make_wrong", "verify_subjects:make_wrong_on_fsdp2",
+    )  # fmt: skip
     assert result.returncode == 1, result.stdout + result.stderr
     assert cells(result.stdout, "Wrong", "ours")[2] == "no"
     assert "Wrong on our shards, seen by rank " in result.stdout
     assert "first difference: step 1, parameter '0.weight', state 'exp_avg'" in result.stdout
+    # A user's own optimizer has to be equal on FSDP2 as well.
+    assert cells(result.stdout, "WrongOnFsdp2", "ours")[2] == "yes"
+    assert "WrongOnFsdp2 on FSDP2, seen by rank 0:\nfirst difference: step 1" in result.stdout
     assert "DIFFERENT" in result.stdout
+
+
+def test_verify_runs_on_the_backend_that_was_asked_for(monkeypatch):
+    monkeypatch.setattr(dist, "is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    used = []
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: used.append(backend) or 1 / 0)
+    for arguments in ([], ["--backend", "nccl"]):
+        with pytest.raises(ZeroDivisionError):
+            verify.main(arguments)
+    assert used == ["gloo", "nccl"]
+
+
+def examine(make_model, layout: str) -> Row:
+    cpu = torch.device("cpu")
+    return verify.examine(
+        make_model, verify_subjects.make_sgd, layout, device=cpu, steps=1, rounds=1
+    )
+
+
+def test_scalar_parameters_are_compared_where_the_layout_takes_them():
+    model_and_loss = verify_subjects.make_model_with_a_scalar
+    ours, theirs = (run_ranks(examine, 2, model_and_loss, name)[0] for name in verify.LAYOUTS)
+    assert (ours.difference, ours.unsupported) == ("", "")
+    assert theirs.unsupported == "torch's fully_shard takes no 0-D parameters, such as 'scale'"
+
+
+def test_function_that_returns_no_loss_is_named():
+    with pytest.raises(RankError, match=r"--model: expected .* \(model, loss\), got Linear"):
+        run_ranks(examine, 1, verify_subjects.make_no_loss, "fsdp2")
+
+
+@pytest.mark.parametrize("option", ["--steps", "--rounds"])
+def test_number_of_steps_is_positive(option, capsys):
+    with pytest.raises(SystemExit):
+        verify.parse_arguments([option, "0"])
+    assert "expected a positive number, got 0" in capsys.readouterr().err
 
 
 def test_plans_that_differ_and_missing_support_are_failures():
@@ -78,23 +121,25 @@ def test_plans_that_differ_and_missing_support_are_failures():
     assert verify.failures(rows()) == []
     assert "the plans of the ranks differ" in verify.failures(rows(plan="bb"))[0]
     assert "seen by rank 1:\nwhy" in verify.failures(rows(difference="why"))[0]
-    assert verify.failures([[Row("", "ours", unsupported="no")]]) != []
+    assert verify.failures([[Row("", "ours", unsupported="no", ours=True)]]) != []
     assert verify.failures([[Row("", "fsdp2", unsupported="no")]]) == []
-    wrong = Row("X", "fsdp2", difference="why", ours=True)
-    assert verify.failures([[wrong]]) == ["X on FSDP2, seen by rank 0:\nwhy"]
+    text = ["X on FSDP2, seen by rank 0:\nwhy"]
+    assert verify.failures([[Row("X", "fsdp2", difference="why")]]) == text
+    beside = Row("X", "fsdp2", difference="why", for_comparison=True)
+    assert verify.failures([[beside]]) == []
 
 
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("verify_subjects", "module:function"),
+        ("verify_subjects", "adamw or module:function, got 'verify_subjects'"),
         ("verify_subjects:nothing", "nothing"),
         ("none:x", "x"),
     ],
 )
 def test_what_cannot_be_loaded_is_named(path, words):
     with pytest.raises(SystemExit, match=words):
-        verify.load(path)
+        verify.load(path, "adamw")
 
 
 def test_verify_without_torchrun_says_how_to_start_it(capsys):

@@ -124,6 +124,9 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
 }
 
 
+LAYOUTS = ["ours", "fsdp2"]
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """What was found out about one optimizer in one layout.
@@ -139,7 +142,8 @@ class Row:
         held: bytes of parameters and states on this rank.
         peak: bytes of device memory at most; 0 where the device does not tell.
         unsupported: why there is no such row.
-        ours: whether the optimizer is of this package, and has to be equal on FSDP2 too.
+        ours: whether the optimizer is of this package, and has to run in every layout.
+        for_comparison: whether it is torch's, beside ours, and may differ.
     """
 
     optimizer: str
@@ -153,11 +157,7 @@ class Row:
     peak: int = 0
     unsupported: str = ""
     ours: bool = False
-
-    @property
-    def must_be_equal(self) -> bool:
-        """Whether a difference is a failure."""
-        return self.ours or self.layout == "ours"
+    for_comparison: bool = False
 
     @property
     def place(self) -> str:
@@ -174,18 +174,25 @@ def examine(
     steps: int,
     rounds: int,
     ours: bool = False,
+    for_comparison: bool = False,
 ) -> Row:
     """Check one optimizer in one layout and measure its steps; on every rank."""
 
     def fresh() -> nn.Module:
         torch.manual_seed(0)
-        return make_model()[0].to(device)
+        return _model_and_loss(make_model)[0].to(device)
 
+    if layout == "fsdp2":
+        params = _model_and_loss(make_model)[0].named_parameters()
+        scalar = next((name for name, param in params if param.dim() == 0), None)
+        if scalar is not None:
+            why = f"torch's fully_shard takes no 0-D parameters, such as {scalar!r}"
+            return Row("", layout, unsupported=why)
     try:
         difference, name = first_local_difference(Subject(fresh, make_optimizer), layout, steps)
     except NotImplementedError as error:
         return Row("", layout, unsupported=str(error), ours=ours)
-    model, loss = fresh(), make_model()[1]
+    model, loss = fresh(), _model_and_loss(make_model)[1]
     optimizer = shard_model(model, layout, make_optimizer)
 
     def train() -> float:
@@ -215,7 +222,15 @@ def examine(
         sum(x.numel() * x.element_size() for x in map(_local, held)),
         torch.cuda.max_memory_allocated() if device.type == "cuda" else 0,
         ours=ours,
+        for_comparison=for_comparison,
     )
+
+
+def _model_and_loss(make_model: MakeModelAndLoss) -> tuple[nn.Module, Loss]:
+    made = make_model()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made
+    raise TypeError(f"--model: expected a function that returns (model, loss), got {made!r}")
 
 
 def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[str, str]:
@@ -230,7 +245,7 @@ def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[s
             trial.do(Step(seed=step))
         found = found or _difference_of_step(sharded, plain, step)
     kind = type(plain.optimizer)
-    of_torch = kind.__module__.startswith("torch.")
+    of_torch = kind.__module__.startswith("torch.") or kind is _MuonAndAdamW
     packed = any(group.get("states") == "8bit" for group in plain.optimizer.param_groups)
     name = ("torch.optim." if of_torch else "") + kind.__name__.removeprefix("_")
     return found, name + (" 8bit" if packed else "")
@@ -307,7 +322,8 @@ def table(rows: Sequence[Sequence[Row]]) -> str:
                 f"{max(row.peak for row in of_ranks) / 1e6:.1f}" if first.peak else "-",
             ]
         )
-    device = "cpu" if dist.get_backend() == "gloo" else torch.cuda.get_device_name()
+    on_cpu = dist.get_backend() == "gloo" or not torch.cuda.is_available()
+    device = "cpu" if on_cpu else torch.cuda.get_device_name()
     title = f"{len(rows)} ranks, {dist.get_backend()}, {device}, torch {torch.__version__}"
     return render_table(title, headers, lines, left=2)
 
@@ -317,47 +333,60 @@ def failures(rows: Sequence[Sequence[Row]]) -> list[str]:
     found = []
     for of_ranks in zip(*rows, strict=True):
         first = of_ranks[0]
-        if not first.must_be_equal:
-            continue
-        if first.unsupported:
+        if first.unsupported and first.ours:
             found.append(f"{first.place} are not supported: {first.unsupported}")
         if len({row.plan for row in of_ranks}) > 1:
             found.append(f"{first.optimizer}: the plans of the ranks differ")
         different = [(rank, row.difference) for rank, row in enumerate(of_ranks) if row.difference]
-        if different:
+        if different and not first.for_comparison:
             rank, text = different[0]
             found.append(f"{first.optimizer} on {first.place}, seen by rank {rank}:\n{text}")
     return found
 
 
+def _compared(rows: Sequence[Sequence[Row]]) -> list[str]:
+    """Return the names of the optimizers that had to be equal."""
+    names = [row.optimizer for row in rows[0] if not row.unsupported and not row.for_comparison]
+    return list(dict.fromkeys(names))
+
+
 def notes(rows: Sequence[Sequence[Row]]) -> list[str]:
-    """Return what is good to know about other shards."""
+    """Return what is no failure but good to know."""
     found = []
     for of_ranks in zip(*rows, strict=True):
-        if of_ranks[0].must_be_equal:
-            continue
-        if of_ranks[0].unsupported:
-            found.append(f"fsdp2: {of_ranks[0].unsupported}")
+        first = of_ranks[0]
+        if first.unsupported and not first.ours:
+            found.append(f"{first.layout}: {first.unsupported}")
         text = next((row.difference for row in of_ranks if row.difference), "")
-        if text:
-            found.append(f"{of_ranks[0].optimizer} on FSDP2, for comparison:\n{text}")
-    return found
+        if text and first.for_comparison:
+            found.append(f"{first.optimizer} on FSDP2, for comparison:\n{text}")
+    return list(dict.fromkeys(found))
 
 
-def load(path: str) -> Any:
+def load(path: str, *others: str) -> Any:
     """Return what `module:name` names; the working directory is searched too.
+
+    Args:
+        path: the text.
+        others: what could have stood there instead, for the message.
 
     Raises:
         SystemExit: it is no such text, or there is no such module or name.
     """
     module, separator, name = path.partition(":")
     if not separator:
-        raise SystemExit(f"expected module:function, got {path!r}")
+        raise SystemExit(f"expected {' or '.join([*others, 'module:function'])}, got {path!r}")
     sys.path.insert(0, os.getcwd())
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
         raise SystemExit(f"{path!r}: {error}") from error
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a positive number, got {text}")
+    return int(text)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -376,8 +405,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         metavar="NAME",
         help=f"{', '.join(OPTIMIZERS)}, or MODULE:FUNCTION (default: adamw muon)",
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps that are compared")
-    parser.add_argument("--rounds", type=int, default=10, help="steps that are timed")
+    parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=LAYOUTS)
+    parser.add_argument("--steps", type=_positive, default=3, help="steps that are compared")
+    parser.add_argument("--rounds", type=_positive, default=10, help="steps that are timed")
     parser.add_argument("--backend", help="gloo: on CPUs (default: nccl where there are GPUs)")
     return parser.parse_args(argv)
 
@@ -394,15 +424,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.cuda.set_device(device)
         dist.init_process_group(arguments.backend or "nccl", device_id=device)
     else:
-        dist.init_process_group("gloo")
+        dist.init_process_group(arguments.backend or "gloo")
     make_model = load(arguments.model) if arguments.model else default_model
     mine: list[Row] = []
     for name in arguments.optimizer:
-        ours, theirs = OPTIMIZERS.get(name) or (load(name), load(name))
+        ours, theirs = OPTIMIZERS.get(name) or (load(name, *OPTIMIZERS),) * 2
         pairs = [("ours", ours)]
         if theirs is not None:
             pairs += [("fsdp2", make) for make in dict.fromkeys((ours, theirs))]
         for layout, make in pairs:
+            if layout not in arguments.layout:
+                continue
             mine.append(
                 examine(
                     make_model,
@@ -411,18 +443,20 @@ def main(argv: Sequence[str] | None = None) -> int:
                     device=device,
                     steps=arguments.steps,
                     rounds=arguments.rounds,
-                    ours=make is not theirs,
+                    ours=name in OPTIMIZERS and make is ours,
+                    for_comparison=make is not ours,
                 )
             )
     rows: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(rows, mine)
-    wrong = failures(rows)
+    wrong, compared = failures(rows), _compared(rows)
     if dist.get_rank() == 0:
         print(table(rows))
         print("\n\n".join([*notes(rows), *wrong]))
-        print("DIFFERENT" if wrong else "equal, bit by bit")
+        equal = f"equal, bit by bit: {', '.join(compared)}" if compared else "nothing was compared"
+        print("DIFFERENT" if wrong else equal)
     dist.destroy_process_group()
-    return 1 if wrong else 0
+    return 0 if compared and not wrong else 1
 
 
 if __name__ == "__main__":
