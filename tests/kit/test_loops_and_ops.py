@@ -1,6 +1,7 @@
 """Whole training loops against one process, and element-wise ops on cut tensors."""
 
 import re
+from functools import partial
 
 import pytest
 import torch
@@ -118,6 +119,16 @@ def test_learning_rate_that_hides_missing_steps_in_the_tolerance_is_named():
         assert_training_matches(
             make_model, lambda m: OnlyAlone(m.parameters(), lr=0.1), list(batches()), **options
         )
+
+
+def test_layouts_without_a_forward_are_refused_and_any_means_the_others():
+    check = partial(
+        assert_training_matches, make_model, make_adamw, list(batches()), loss=loss, world_sizes=[2]
+    )
+    check(layouts="any")
+    for layout in ("ragged", "blocks", "replicated"):
+        with pytest.raises(ValueError, match=f"in which models train, or 'any', got '{layout}'"):
+            check(layouts=layout)
 
 
 def test_error_of_a_rank_is_passed_on():

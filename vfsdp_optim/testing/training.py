@@ -20,6 +20,9 @@ from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, des
 
 Loss = Callable[[nn.Module, Any], Tensor]
 
+# Those with a forward, and a backward that averages gradients over ranks.
+TRAINABLE = ("ours", "ours_hsdp", "negotiated", "fsdp2", "hsdp")
+
 
 @dataclass(frozen=True, slots=True)
 class Loop:
@@ -63,7 +66,8 @@ def assert_training_matches(
             equal parts.
         loss: `(model, batch) -> mean over the samples of the batch`.
         world_sizes: numbers of ranks.
-        layouts: see `assert_sharded_equals_unsharded`.
+        layouts: "ours", "ours_hsdp", "negotiated", "fsdp2", "hsdp", several of them, or "any" of
+            `assert_sharded_equals_unsharded` but "ragged", which has no forward.
         clip: max_norm of `clip_grad_norm_`; None does not clip.
         atol: how far losses and parameters may be apart, absolute.
         rtol: and relative.
@@ -71,11 +75,18 @@ def assert_training_matches(
 
     Raises:
         DifferenceError: a loss, or else a parameter, is further apart; it names the first step.
-        ValueError: a batch cannot be cut into equal parts, or no parameter moves by more than the
-            tolerance: ranks that never step would pass.
+        ValueError: a batch cannot be cut into equal parts, a layout has no forward, or no parameter
+            moves by more than the tolerance: ranks that never step would pass.
         RankError: a rank raised, died or hung.
     """
     __tracebackhide__ = True
+    kinds = [layout for layout in as_layouts(layouts) if layouts != "any" or layout in TRAINABLE]
+    for layout in kinds:
+        if layout not in TRAINABLE:
+            raise ValueError(
+                f"layouts: expected some of {TRAINABLE}, in which models train, or 'any', got "
+                f"{describe(layout)}"
+            )
     loop = Loop(make_model, make_optimizer, tuple(batches), loss, clip)
     for world_size in world_sizes:
         _check_batches(loop.batches, world_size)
@@ -83,7 +94,7 @@ def assert_training_matches(
     expected, unsharded = run_single(train, loop, None, timeout=timeout)
     _check_that_it_moves(unsharded, tolerance)
     for world_size in world_sizes:
-        for layout in as_layouts(layouts):
+        for layout in kinds:
             where = f"{unsharded.optimizer} on {world_size} ranks in layout {describe(layout)}"
             try:
                 results = run_ranks(train, world_size, loop, layout, timeout=timeout)
