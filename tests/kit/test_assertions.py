@@ -8,7 +8,7 @@ from mutants import make_mutant
 from torch import nn
 
 from vfsdp_optim import AdamW, Muon, param_groups
-from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
+from vfsdp_optim.testing import RankError, assert_resume_is_exact, assert_sharded_equals_unsharded
 from vfsdp_optim.testing.differences import DifferenceError
 
 
@@ -65,6 +65,40 @@ class Wide(AdamW):
             for p in group["params"]:
                 if hasattr(p, "to_local"):
                     p.add_(1e-4)
+
+
+def make_sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (dict(world_sizes=[]), "world_sizes: expected some positive numbers, got \\[\\]"),
+        (dict(world_sizes=2), "world_sizes: expected some positive numbers, got 2"),
+        (dict(steps=0), "steps: expected at least 1, got 0"),
+        (dict(layouts=[]), "layouts: expected 'any', some of"),
+        (dict(shapes=[]), "shapes: expected one for each parameter, got \\[\\]"),
+        (dict(shapes=(3, 2)), "shapes: expected one for each parameter, got \\(3, 2\\)"),
+    ],
+)
+def test_nothing_to_compare_is_no_success(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        assert_sharded_equals_unsharded(make_sgd, **{"shapes": [(3, 2)], **arguments})
+
+
+def test_optimizer_that_was_not_returned_is_named():
+    with pytest.raises(RankError, match="make_optimizer: expected it to return an optimizer"):
+        assert_sharded_equals_unsharded(lambda module: None, shapes=[(3, 2)])
+
+
+def test_dtype_may_be_of_torch():
+    def gradient(step: int, name: str, shape: torch.Size) -> torch.Tensor:
+        return torch.ones(shape, dtype=torch.bfloat16)  # refused by parameters of another dtype
+
+    assert_sharded_equals_unsharded(
+        make_sgd, shapes=[(3, 2)], dtype=torch.bfloat16, world_sizes=[2], gradients=gradient
+    )
 
 
 def test_tolerance_is_a_limit():

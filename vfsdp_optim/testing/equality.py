@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference
@@ -54,7 +55,7 @@ def assert_sharded_equals_unsharded(
     exact: bool = True,
     atol: float | None = None,
     rtol: float | None = None,
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     seed: int = 0,
     timeout: float = 60.0,
 ) -> None:
@@ -91,11 +92,13 @@ def assert_sharded_equals_unsharded(
         DifferenceError: they differ (an AssertionError); it names the first step, parameter, state
             and index, both values, the rank that holds it and the layout there.
         NotImplementedError: the optimizer does not support a layout.
-        ValueError: neither or both of `shapes` and `model`, or an unknown layout or gradients.
+        ValueError: neither or both of `shapes` and `model`, an unknown layout or gradients, or
+            nothing to compare.
         RankError: a rank raised, died or hung.
     """
     __tracebackhide__ = True  # pytest then shows the report, and not this function
     tolerance = Tolerance.of(exact, atol, rtol)
+    _refuse_nothing_to_do(world_sizes, steps)
     kinds = as_layouts(layouts)
     as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
@@ -121,7 +124,7 @@ def assert_resume_is_exact(
     steps: int = 3,
     gradients: str | Gradients = "random",
     checkpoint: str = "dcp",
-    dtype: str = "float32",
+    dtype: str | torch.dtype = "float32",
     seed: int = 0,
     timeout: float = 60.0,
 ) -> None:
@@ -147,6 +150,7 @@ def assert_resume_is_exact(
             `assert_sharded_equals_unsharded`, as for the other errors.
     """
     __tracebackhide__ = True  # pytest then shows the report, and not this function
+    _refuse_nothing_to_do((saved_on, resumed_on), steps)
     as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     taken = tuple(Step(gradients, seed) for _ in range(steps))
@@ -282,13 +286,25 @@ def _raise_if_unsupported(error: RankError, part: Phase, optimizer: str) -> None
         ) from error
 
 
+def _refuse_nothing_to_do(world_sizes: Sequence[int], steps: int) -> None:
+    if isinstance(world_sizes, int) or not world_sizes or min(world_sizes) < 1:
+        raise ValueError(f"world_sizes: expected some positive numbers, got {world_sizes!r}")
+    if steps < 1:
+        raise ValueError(f"steps: expected at least 1, got {steps!r}")
+
+
 def _model_maker(
-    shapes: Shapes | None, model: nn.Module | Callable[[], nn.Module] | None, dtype: str
+    shapes: Shapes | None,
+    model: nn.Module | Callable[[], nn.Module] | None,
+    dtype: str | torch.dtype,
 ) -> MakeModel:
     if (shapes is None) == (model is None):
         raise ValueError(f"expected either shapes or model, got {shapes=!r} and {model=!r}")
     if shapes is not None:
-        return ParametersOf(tuple(tuple(shape) for shape in shapes), dtype)
+        if not shapes or any(isinstance(shape, int) for shape in shapes):
+            raise ValueError(f"shapes: expected one for each parameter, got {shapes!r}")
+        name = str(dtype).removeprefix("torch.")
+        return ParametersOf(tuple(tuple(shape) for shape in shapes), name)
     if isinstance(model, nn.Module):
         return _Copies(model)
     assert model is not None, "checked above"

@@ -46,9 +46,9 @@ def as_layouts(layouts: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
     if layouts == "any":
         return "ours", "ragged", "fsdp2", "hsdp"
     given: tuple[Any, ...] = (layouts,) if isinstance(layouts, str) else tuple(layouts)
-    if all(isinstance(placement, RaggedShard) for placement in given):
+    if given and all(isinstance(placement, RaggedShard) for placement in given):
         given = (given,)
-    for layout in given:
+    for layout in given or ("",):
         if isinstance(layout, str) and layout not in LAYOUTS:
             raise ValueError(
                 f"layouts: expected 'any', some of {sorted(LAYOUTS)}, or one RaggedShard for each "

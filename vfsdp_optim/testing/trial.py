@@ -137,6 +137,10 @@ class Trial:
             self.optimizer = shard_model(
                 self.model, layout, subject.make_optimizer, first=self._first
             )
+        if not hasattr(self.optimizer, "step"):
+            raise TypeError(
+                f"make_optimizer: expected it to return an optimizer, got {self.optimizer!r}"
+            )
         self.params = dict(self.model.named_parameters())
         self._gradients = GradientSetter(self.params)
         self._waiting = list(self.params)[len(self.params) - subject.late :]
