@@ -205,6 +205,7 @@ def test_pytest_shows_the_report_and_not_the_code_of_the_kit():
         lambda: assert_sharded_equals_unsharded(make_louder, shapes=[(6, 5)], layouts="ours"),
         lambda: assert_sharded_equals_unsharded(make_that_raises, shapes=[(6, 5)]),
         lambda: assert_resume_is_exact(make_louder, shapes=[(6, 5)]),
+        lambda: assert_resume_is_exact(lambda module: None, shapes=[(6, 5)]),
         lambda: assert_program_is_exact(make_louder, program),
         lambda: assert_training_matches(model, make_louder, batches, loss=wrong_loss),
         lambda: assert_op_cut_invariant(lambda x: x / x.norm()),

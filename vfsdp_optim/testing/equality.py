@@ -212,10 +212,9 @@ def find_difference(
     """
     __tracebackhide__ = True  # pytest then shows the report, and not this function
     parts = phases(program)
-    records = {
-        path: run_single(run_unsharded, subject, path, timeout=timeout)
-        for path in unsharded_paths(parts)
-    }
+    records = {}
+    for path in unsharded_paths(parts):
+        records[path] = run_single(run_unsharded, subject, path, timeout=timeout)
     unsharded = [
         next(
             record for path, record in records.items() if path[: len(p.whole_path)] == p.whole_path
