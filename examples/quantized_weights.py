@@ -22,9 +22,8 @@ def make_model(shard: bool) -> nn.Sequential:
     torch.manual_seed(0)
     hidden = [nn.Linear(256, 640, bias=False), nn.ReLU(), nn.Linear(640, 320, bias=False)]
     model = nn.Sequential(nn.Embedding(256, 32), nn.Flatten(), *hidden, nn.Linear(320, 256))
-    linear = {f"{i}.weight" for i, layer in enumerate(model) if isinstance(layer, nn.Linear)}
     if shard:
-        fully_shard(model, structure=lambda fqn, _: RowPanels(ROWS) if fqn in linear else None)
+        fully_shard(model, structure=lambda _, param: RowPanels(ROWS) if param.dim() == 2 else None)
     return model
 
 
@@ -57,4 +56,5 @@ elif __name__ == "__main__":
     losses = train(model := make_model(True), text[dist.get_rank() :: dist.get_world_size()], 50)
     if dist.get_rank() == 0:
         print(layout(model), *(f"{loss:.3f}" for loss in losses[::7]))
+    dist.barrier()  # else gloo's threads may abort the exit of a rank (pytorch#190489)
     dist.destroy_process_group()

@@ -34,6 +34,7 @@ def train() -> None:
         optimizer.zero_grad()
         if rank == 0 and step % 7 == 0:
             print(f"step {step}: loss {loss.item():.3f}")
+    dist.barrier()  # else gloo's threads may abort the exit of a rank (pytorch#190489)
     dist.destroy_process_group()
 
 

@@ -336,6 +336,7 @@ def main() -> None:
         print(description, flush=True)
     if not args.plan:
         train_and_report(run, args, world)
+    dist.barrier()  # else gloo's threads may abort the exit of a rank (pytorch#190489)
     dist.destroy_process_group()
 
 
