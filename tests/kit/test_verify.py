@@ -47,8 +47,8 @@ def test_verify_passes_for_ours_and_measures_beside_fsdp2():
     assert [ours[2], theirs[2], *on_theirs] == ["yes"] * 4
     assert len(ours[3]) == 8
     assert all(float(cell.replace(",", "")) > 0 for row in (ours, theirs) for cell in row[4:8])
-    assert cells(result.stdout, "torch.optim.MuonAndAdamW", "fsdp2")[2] == "no"
-    text = "torch.optim.MuonAndAdamW on FSDP2, for comparison:\nfirst difference: step 1"
+    assert cells(result.stdout, "torch.optim.Muon + AdamW", "fsdp2")[2] == "no"
+    text = "torch.optim.Muon + AdamW on FSDP2, for comparison:\nfirst difference: step 1"
     assert text in result.stdout
     assert result.stdout.endswith("equal, bit by bit: AdamW, Muon\n")
     assert "not counted" not in result.stderr

@@ -244,11 +244,16 @@ def first_local_difference(subject: Subject, layout: str, steps: int) -> tuple[s
         for trial in (sharded, plain):  # to the end, because other ranks take every step
             trial.do(Step(seed=step))
         found = found or _difference_of_step(sharded, plain, step)
-    kind = type(plain.optimizer)
-    of_torch = kind.__module__.startswith("torch.") or kind is _MuonAndAdamW
-    packed = any(group.get("states") == "8bit" for group in plain.optimizer.param_groups)
-    name = ("torch.optim." if of_torch else "") + kind.__name__.removeprefix("_")
-    return found, name + (" 8bit" if packed else "")
+    return found, _name(plain.optimizer)
+
+
+def _name(optimizer: torch.optim.Optimizer | _MuonAndAdamW) -> str:
+    kind = type(optimizer)
+    if kind is _MuonAndAdamW:
+        return "torch.optim.Muon + AdamW"
+    packed = any(group.get("states") == "8bit" for group in optimizer.param_groups)
+    of_torch = kind.__module__.startswith("torch.")
+    return f"{'torch.optim.' if of_torch else ''}{kind.__name__}{' 8bit' if packed else ''}"
 
 
 def _difference_of_step(sharded: Trial, plain: Trial, step: int) -> str:
