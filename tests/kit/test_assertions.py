@@ -87,6 +87,13 @@ def test_nothing_to_compare_is_no_success(arguments, words):
         assert_sharded_equals_unsharded(make_sgd, **{"shapes": [(3, 2)], **arguments})
 
 
+def test_optimizer_that_never_steps_is_no_success():
+    with pytest.raises(ValueError, match="in 5 unsharded steps SGD changed none by more than"):
+        assert_sharded_equals_unsharded(
+            lambda module: torch.optim.SGD(module.parameters(), lr=0.0), shapes=[(3, 2)]
+        )
+
+
 def test_optimizer_that_was_not_returned_is_named():
     with pytest.raises(RankError, match="make_optimizer: expected it to return an optimizer"):
         assert_sharded_equals_unsharded(lambda module: None, shapes=[(3, 2)])

@@ -94,6 +94,14 @@ class Difference:
         return f"state {self.key!r}"
 
 
+def moves(record: Record, tolerance: Tolerance) -> bool:
+    """Return whether an unsharded run, which begins at moment 0, moves a parameter by more than a
+    tolerance: else a run that does nothing equals it."""
+    params = [piece for piece in record.pieces if piece.key == PARAM]
+    start = {piece.name: piece.values for piece in params if piece.moment == 0}
+    return any(bool(tolerance.wrong(p.values, start[p.name]).any()) for p in params)
+
+
 def first_difference(
     sharded: Sequence[Record],
     unsharded: Record,

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference
+from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference, moves
 from vfsdp_optim.testing.gradients import Gradients, as_gradients
 from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
 from vfsdp_optim.testing.programs import (
@@ -92,8 +92,8 @@ def assert_sharded_equals_unsharded(
         DifferenceError: they differ (an AssertionError); it names the first step, parameter, state
             and index, both values, the rank that holds it and the layout there.
         NotImplementedError: the optimizer does not support a layout.
-        ValueError: neither or both of `shapes` and `model`, an unknown layout or gradients, or
-            nothing to compare.
+        ValueError: neither or both of `shapes` and `model`, an unknown layout or gradients, nothing
+            to compare, or random gradients that move no parameter.
         RankError: a rank raised, died or hung.
     """
     __tracebackhide__ = True  # pytest then shows the report, and not this function
@@ -104,6 +104,12 @@ def assert_sharded_equals_unsharded(
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     instructions = tuple(Step(gradients, seed) for _ in range(steps))
     unsharded = run_single(run_unsharded, subject, instructions, timeout=timeout)
+    if gradients == "random" and not moves(unsharded, tolerance):
+        raise ValueError(
+            f"expected an optimizer that changes parameters, or one that never steps would equal "
+            f"it; in {steps} unsharded steps {unsharded.optimizer} changed none by more than the "
+            "tolerance"
+        )
     for world_size in world_sizes:
         for layout in kinds:
             _refuse_scalars(layout, subject)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference
+from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference, moves
 from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
 from vfsdp_optim.testing.records import PARAM, Record, observe
 from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, describe, shard_model
@@ -146,8 +146,7 @@ def train(loop: Loop, layout: Layout | None) -> tuple[list[float], Record]:
 
 
 def _check_that_it_moves(record: Record, tolerance: Tolerance) -> None:
-    start = {piece.name: piece.values for piece in record.pieces if piece.moment == 0}
-    if not any(tolerance.wrong(piece.values, start[piece.name]).any() for piece in record.pieces):
+    if not moves(record, tolerance):
         raise ValueError(
             f"expected parameters that move by more than atol={tolerance.atol} and "
             f"rtol={tolerance.rtol}, or ranks that never step would pass; take a larger learning "

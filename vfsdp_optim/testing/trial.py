@@ -27,7 +27,7 @@ from vfsdp_optim.testing.programs import (
     Step,
     is_observed,
 )
-from vfsdp_optim.testing.records import Record, observe
+from vfsdp_optim.testing.records import PARAM, Record, observe, piece_of
 from vfsdp_optim.testing.shardings import (
     GradientSetter,
     Layout,
@@ -295,10 +295,12 @@ def run_sharded(
 
 
 def run_unsharded(subject: Subject, path: Sequence[Instruction]) -> Record:
-    """Take a path with full tensors, in this process alone."""
+    """Take a path with full tensors, in this process alone; moment 0 is before the path."""
     record = Record()
     trial = Trial(subject, None)
     record.optimizer = type(trial.optimizer).__name__
+    for name, param in trial.params.items():
+        record.pieces.append(piece_of(0, name, PARAM, param.detach(), param))
     for instruction in path:
         trial.do(instruction, record)
     return record
