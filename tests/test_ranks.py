@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankError, RankPool, distributed_examples, run_ranks
 
@@ -123,6 +124,24 @@ def test_subgroups_of_a_call_do_not_pile_up() -> None:
     for _ in range(2):
         assert run_ranks(make_subgroups, 4) == [1, 1, 5, 5]
     assert [total for *_, total in run_ranks(sum_of_ranks, 4)] == [10.0] * 4
+
+
+def open_files_after_groups(count: int) -> int:
+    for _ in range(count):
+        mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+        distribute_tensor(torch.ones(2), mesh, [Shard(0)]).full_tensor()
+    return len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="counts files as Linux shows them")
+def test_groups_of_meshes_do_not_use_up_the_files_of_a_rank(pool: RankPool) -> None:
+    """pytorch#190489: DTensor keeps groups alive beyond destroy_process_group, with their files."""
+    pids, most = set(), 0
+    for _ in range(8):
+        most = max(most, *pool.run(open_files_after_groups, 2, 15))
+        pids.add(pool.pids().get(0))
+    assert len(pids) > 1
+    assert most < 500  # 650 in a rank that serves all calls; 1024 is a common limit
 
 
 def test_a_warm_call_costs_far_less_than_a_new_group(pool: RankPool) -> None:

@@ -33,7 +33,7 @@ import threading
 import time
 import traceback
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -60,6 +60,9 @@ PRELOAD = [
     "vfsdp_optim.testing",
 ]
 LOG_TAIL = 8000  # characters of a rank's output that an error shows
+# Process groups that a rank may have left. torch's caches keep groups of meshes alive, each with
+# three threads and five files; 1024 files are what many systems allow a process.
+MOST_GROUPS = 60
 
 
 class RankError(RuntimeError):
@@ -99,6 +102,7 @@ class _Answer:
     ok: bool
     value: Any
     group_is_clean: bool = False  # the next call may use the same process group
+    is_worn: bool = False  # the rank has left `MOST_GROUPS` groups
 
 
 @dataclass(slots=True)
@@ -165,7 +169,10 @@ class RankPool:
         if reports:
             self._replace(world_size)
             raise RankError(f"{_name(fn)} failed at world size {world_size}: {cause}", reports)
-        if not all(answers[rank].group_is_clean for rank in range(world_size)):
+        if any(answer.is_worn for answer in answers.values()):
+            self._stop(list(self._ranks))  # all: none is to be left with a group of ended peers
+            self._group = ()
+        elif not all(answer.group_is_clean for answer in answers.values()):
             self._group = ()
         return [answers[rank].value for rank in range(world_size)]
 
@@ -385,16 +392,18 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, log: str) -> 
     gc.freeze()  # what the server imported is never garbage: makes gc.collect() cheap
     calls: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(pipe, calls), daemon=True).start()
-    store = ""
+    store, left = "", 0
     while True:
         call: _Call = pickle.loads(calls.get())
         os.ftruncate(output, 0)
         try:
             if store != call.store:
+                left += len(_groups())
                 _join_group(call.store, rank, call.world_size)
                 store = call.store
             value = _run(call)
-            answer = _dumps(_Answer(True, value, _group_is_clean(call.world_size)))
+            clean = _group_is_clean(call.world_size)
+            answer = _dumps(_Answer(True, value, clean, left >= MOST_GROUPS))
         except BaseException as error:  # SystemExit too: the parent waits for an answer
             summary = "raised " + "".join(traceback.format_exception_only(error)).strip()
             text = f"{summary}\n{traceback.format_exc()}{_tail(Path(log))}"
@@ -431,7 +440,13 @@ def _group_is_clean(world_size: int) -> bool:
     """Return whether the call left one process group, the default one (no subgroups)."""
     if not dist.is_initialized() or dist.get_world_size() != world_size:
         return False
-    return len(dist.distributed_c10d._world.pg_map) == 1
+    return len(_groups()) == 1
+
+
+def _groups() -> Collection[dist.ProcessGroup]:
+    """Return the process groups of this rank that are not destroyed."""
+    groups: Collection[dist.ProcessGroup] = dist.distributed_c10d._world.pg_map
+    return groups
 
 
 def _run(call: _Call) -> Any:
