@@ -2,10 +2,10 @@
 
 Touches processes, pipes and one temporary directory. ``run_ranks(fn, world_size, *args)`` runs a
 function on every rank and returns the results by rank. Ranks are forked once, from a server that
-has torch imported, and serve all world sizes up to the largest one asked for. Whatever goes wrong
-on a rank (an exception, a death, a hang) becomes one `RankError` with what every rank was doing and
-what it printed; the ranks of that call are then replaced, because gloo may abort a process whose
-collectives failed.
+has torch imported, and serve all world sizes up to the largest one asked for, until they have left
+`MOST_GROUPS` process groups. Whatever goes wrong on a rank (an exception, a death, a hang) becomes
+one `RankError` with what every rank was doing and what it printed; the ranks of that call are then
+replaced, because gloo may abort a process whose collectives failed.
 
 Functions, arguments and results travel by cloudpickle: lambdas, closures, functions of a notebook
 or of a plain script (no ``if __name__ == "__main__":`` is needed). Without cloudpickle installed,
