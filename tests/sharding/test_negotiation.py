@@ -4,12 +4,11 @@ Run: pytest tests/sharding/test_negotiation.py
 """
 
 import dataclasses
-import math
 import os
 import random
 import subprocess
 import sys
-from math import prod
+from math import inf, prod
 from pathlib import Path
 
 import pytest
@@ -133,7 +132,7 @@ def test_residency_moves_less_and_stays_within_the_tolerated_padding(seed, world
     params = draw_params(seed)
     padding, owned = stored_only(params, world_size)
     one_segment = negotiate(
-        "bucket", params, world_size, resident_padding=tolerance, segment_gain=math.inf
+        "bucket", params, world_size, resident_padding=tolerance, segment_gain=inf
     )
     assert one_segment.padding_ratio <= max(tolerance, padding)
     assert one_segment.owned_numel <= owned
