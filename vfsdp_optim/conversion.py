@@ -91,16 +91,13 @@ def _state(
 def _decoded(saved: Mapping[str, Any], key: str, member: Member, signed: bool) -> Tensor:
     """Return the numbers of a whole parameter, in its shape, of codes in any layout."""
     param = member.param
-    shapes = {CODES: param.shape, ABSMAX: torch.Size([block_count(param.numel())])}
+    shapes = {CODES: tuple(param.shape), ABSMAX: (block_count(param.numel()),)}
     parts: dict[str, Tensor] = {}
     for suffix, shape in shapes.items():
         part = saved.get(key + suffix)
-        found = part.shape if isinstance(part, Tensor) else part
-        if not isinstance(part, Tensor) or found != shape:
-            text = tuple(found) if isinstance(found, torch.Size) else repr(found)
-            raise ValueError(
-                f"{member.fqn}.{key}{suffix}: expected shape {tuple(shape)}, got {text}"
-            )
+        if not isinstance(part, Tensor) or tuple(part.shape) != shape:
+            found = tuple(part.shape) if isinstance(part, Tensor) else part
+            raise ValueError(f"{member.fqn}.{key}{suffix}: expected shape {shape}, got {found!r}")
         parts[suffix] = part.full_tensor() if isinstance(part, DTensor) else part
     state = BlockFormat(signed).allocate(param.numel(), parts[CODES].device)
     for suffix, target in state.parts().items():

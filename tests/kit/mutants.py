@@ -332,26 +332,30 @@ class StepCountStartsAgain(LoadsWrongly):
         return torch.zeros(()) if key == "step" else value
 
 
-@plant
-class LearningRateOfTheConstructor(StructuredOptimizer):
-    """A loaded optimizer keeps the learning rate it was built with."""
+class KeepsAnOption(StructuredOptimizer):
+    """A loaded optimizer keeps an option it was built with."""
+
+    option: ClassVar[str]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        rates = [group["lr"] for group in self.param_groups]
+        built_with = [group[self.option] for group in self.param_groups]
         super().load_state_dict(state_dict)
-        for group, rate in zip(self.param_groups, rates, strict=True):
-            group["lr"] = rate
+        for group, value in zip(self.param_groups, built_with, strict=True):
+            group[self.option] = value
 
 
 @plant
-class WeightDecayOfTheConstructor(StructuredOptimizer):
+class LearningRateOfTheConstructor(KeepsAnOption):
+    """The learning rate, which schedules change."""
+
+    option = "lr"
+
+
+@plant
+class WeightDecayOfTheConstructor(KeepsAnOption):
     """A load brings the learning rate back and not what was built with another value."""
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        decays = [group["weight_decay"] for group in self.param_groups]
-        super().load_state_dict(state_dict)
-        for group, decay in zip(self.param_groups, decays, strict=True):
-            group["weight_decay"] = decay
+    option = "weight_decay"
 
 
 # -------------------------------------------------------------------- states that are no tensors

@@ -69,7 +69,7 @@ def refused_layouts() -> list[str]:
     mesh = mesh_of((4, 1))
     with pytest.raises(ValueError, match="with as many") as wrong:
         RaggedDTensor.from_local(torch.zeros(15), mesh, PLACEMENT, SHAPE)
-    messages.append(str(wrong.value))
+    messages.append(str(wrong.value).replace(repr(mesh), "MESH"))
     deep = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match="with as many"):
         distribute_ragged(torch.zeros(SHAPE), deep, PLACEMENT)
@@ -88,10 +88,9 @@ def test_layouts_that_would_end_replication_are_refused_by_name() -> None:
                 "expected [Replicate(), Replicate()], [Replicate(), Shard(0)] or [Replicate(), "
                 "RaggedShard(...)] for a tensor of shape (5, 3), got " + got
             )
-        assert mismatch.startswith(
+        assert mismatch == (
             "expected a 1-D mesh of 2 ranks, or a 2-D mesh with as many in its last dim, for "
-            "RaggedShard(dims=(0, 1), local_units=(2, 6), unit_numel=2), got DeviceMesh("
-            "(replicate=4, shard=1), 'cpu'"
+            "RaggedShard(dims=(0, 1), local_units=(2, 6), unit_numel=2), got MESH"
         )
 
 

@@ -216,10 +216,10 @@ def compare_pieces(
 
 def _placed(piece: Piece, full: Piece) -> Piece:
     """Return a plain tensor as the part of the full one that it is, where the shapes say so."""
-    start = dict(piece.places).get(full.shape)
-    if piece.shape == full.shape or start is None:
+    if piece.shape == full.shape:
         return piece
-    return replace(piece, shape=full.shape, start=start)
+    start = dict(piece.places).get(full.shape)
+    return piece if start is None else replace(piece, shape=full.shape, start=start)
 
 
 def _describe(wrong: list[tuple[int, Piece, Tensor]], full: Piece) -> list[str]:
