@@ -1,7 +1,6 @@
-"""What all tests share: hypothesis profiles, one thread, a time limit, seconds per directory."""
+"""What all tests share: hypothesis profiles, one thread, seconds per directory."""
 
 import os
-import time
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import PurePosixPath
@@ -12,8 +11,6 @@ from hypothesis import HealthCheck, settings
 
 import ranks
 
-START = time.monotonic()
-LIMIT_MINUTES = 15
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci")
 
 # "ci" draws the same examples everywhere. Speed is not judged: machines are shared.
@@ -32,14 +29,6 @@ settings.load_profile(PROFILE)
 
 # As on the ranks: sums of the unsharded run may depend on the number of threads.
 torch.set_num_threads(1)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown(item: pytest.Item) -> None:
-    """Stop the session after the test in which the time ran out."""
-    minutes = (time.monotonic() - START) / 60
-    if minutes > LIMIT_MINUTES and PROFILE != "deep":
-        item.session.shouldstop = f"the suite took {minutes:.1f} of {LIMIT_MINUTES} minutes"
 
 
 def pytest_sessionfinish() -> None:
