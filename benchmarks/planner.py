@@ -38,8 +38,8 @@ from planner_reference import (
     published_shard,
     small_instance,
 )
-from sharding.planner import SegmentPlan, TensorSpec, plan_segment
-from sharding.segments import plan_segments
+from sharding.planning.planner import SegmentPlan, TensorSpec, plan_segment
+from sharding.planning.segments import plan_segments
 
 STEP = 64  # S is a multiple of it in all figures
 PER_EXPERT = 700  # tensors of a bucket that is timed as a per-expert one

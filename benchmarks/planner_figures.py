@@ -1,4 +1,4 @@
-"""Padding in percent that a study of the planner reached, on the models of `sharding/models`.
+"""Padding in percent that a study of the planner reached, on the models that the package has.
 
 Alignment: tensors start anywhere, S is a multiple of 64 elements. A granularity `N` is N rows for
 every tensor of two or more dims; `eN` is N rows for experts and MLPs, elements for all else. A row
@@ -15,8 +15,8 @@ from importlib.resources import files
 from math import prod
 from typing import Any
 
-from sharding.granule import Granule
-from sharding.planner import TensorSpec
+from sharding.planning.granule import Granule
+from sharding.planning.planner import TensorSpec
 
 MLP = {"gate", "up", "down", "c_fc.w", "mlp.w", "fc1.w", "fc2.w"}
 RANKS = (8, 64, 128, 256, 512, 1000, 1024, 4096)
@@ -127,7 +127,7 @@ class Model:
     @classmethod
     def load(cls, name: str) -> Model:
         """Reads the table of that name; see `models`."""
-        table = json.loads((files("sharding") / "models" / f"{name}.json").read_text())
+        table = json.loads((files("vfsdp_optim.capacity") / "models" / f"{name}.json").read_text())
         return cls(name, [(b["count"], list(_shapes(b["tensors"]))) for b in table["buckets"]])
 
 
@@ -142,7 +142,7 @@ def _shapes(tensors: Iterable[dict[str, Any]]) -> Iterable[tuple[str, tuple[int,
 
 def models() -> list[str]:
     """Names of all shape tables."""
-    folder = files("sharding") / "models"
+    folder = files("vfsdp_optim.capacity") / "models"
     names = [path.name for path in folder.iterdir()]
     return sorted(name.removesuffix(".json") for name in names if name.endswith(".json"))
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from math import ceil, lcm, prod
 
-from sharding.granule import Granule
-from sharding.planner import TensorSpec
+from sharding.planning.granule import Granule
+from sharding.planning.planner import TensorSpec
 
 Sizes = Sequence[tuple[int, int]]  # (elements, elements between cuts) of each tensor
 

@@ -2,12 +2,12 @@
 
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
-from sharding.fsdp import FSDPModule, fully_shard
-from sharding.loading import load_full_state_dict
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor
+from sharding.checkpoint.full_state import load_full_state_dict
+from sharding.fsdp.fully_shard import FSDPModule, fully_shard
+from sharding.planning.structure import Blocks, Elementwise, FullMatrix, RowPanels
 from sharding.report import layout
-from sharding.structure import Blocks, Elementwise, FullMatrix, RowPanels
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
 
 __all__ = [
     "Blocks",

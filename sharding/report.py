@@ -11,10 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from sharding.axes import shard_size
-from sharding.bucket import Bucket
-from sharding.negotiation import BucketPlan, negotiate
-from sharding.state import state_of
+from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.module_state import state_of
+from sharding.planning.negotiation import BucketPlan, negotiate
+from sharding.transport.axes import shard_size
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,10 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-# Each file imports only files before it. Pure files hold integers and import no torch.
+# Each file or folder imports only those before it in its list; `__init__` is the package itself.
 ORDER = {
-    "sharding": [
+    "sharding": ["planning", "transport", "tensor", "checkpoint", "fsdp", "report", "__init__"],
+    "sharding.planning": [
         "granule",
         "bounds",
         "orders",
@@ -24,38 +25,48 @@ ORDER = {
         "segments",
         "units",
         "ownership",
-        "names",
         "structure",
         "negotiation",
         "plan_file",
-        "placement",
-        "axes",
-        "ragged_ops",
-        "ragged_random",
-        "ragged_reductions",
-        "ragged_tensor",
-        "collectives",
-        "debug",
+    ],
+    "sharding.transport": ["axes", "collectives", "debug", "gradient_marks", "exchange"],
+    "sharding.tensor": ["placement", "local_ops", "random_ops", "reductions", "ragged_tensor"],
+    "sharding.checkpoint": ["names", "load_checks", "full_state"],
+    "sharding.fsdp": [
         "buffer",
         "gradient_slots",
-        "marks",
-        "exchange",
-        "bucket_parameter",
+        "parameter",
         "reduction",
         "bucket",
-        "load_checks",
         "root",
-        "state",
+        "module_state",
         "arguments",
-        "fsdp",
-        "loading",
-        "report",
+        "fully_shard",
+    ],
+    "vfsdp_optim": [
+        "algorithm",
+        "parameters",
+        "states",
+        "step",
+        "checkpoint",
+        "newton_schulz",
+        "plan",
+        "optimizer",
+        "fused_adam",
+        "adamw",
+        "qk_clip",
+        "muon",
+        "groups",
         "__init__",
         "capacity",
+        "testing",
         "__main__",
     ],
-    # May import all of sharding, where only the command line may import it.
-    "sharding.capacity": [
+    "vfsdp_optim.parameters": ["param_shard", "given"],
+    "vfsdp_optim.states": ["scratch", "block_codec", "formats", "weights", "precision"],
+    "vfsdp_optim.step": ["nonfinite", "runs", "sharded_units", "working_set", "agreement"],
+    "vfsdp_optim.checkpoint": ["bitsandbytes_states", "saved", "conversion"],
+    "vfsdp_optim.capacity": [
         "shapes",
         "huggingface",
         "model_sources",
@@ -71,34 +82,6 @@ ORDER = {
         "picture",
         "__init__",
     ],
-    "vfsdp_optim": [
-        "newton_schulz",
-        "scratch",
-        "block_codec",
-        "shards",
-        "states",
-        "weights",
-        "nonfinite",
-        "runs",
-        "algorithm",
-        "membership",
-        "precision",
-        "matrices",
-        "foreign",
-        "loading",
-        "conversion",
-        "members",
-        "plan",
-        "agreement",
-        "optimizer",
-        "fused_adam",
-        "adamw",
-        "qk_clip",
-        "muon",
-        "groups",
-        "__init__",
-    ],
-    # May import all of vfsdp_optim, which may import nothing of it.
     "vfsdp_optim.testing": [
         "oracle",
         "pool",
@@ -117,22 +100,24 @@ ORDER = {
         "verify",
         "__init__",
     ],
-    "vfsdp_optim.testing.pytest_plugin": ["__init__"],
 }
+# Folders whose names are taken from their files; the others list theirs in `__all__`.
+ROOMS = [folder for folder, names in ORDER.items() if "__init__" not in names]
+# These hold integers and import no torch.
 PURE = [
-    "granule",
-    "bounds",
-    "orders",
-    "search",
-    "planner",
-    "segments",
-    "units",
-    "ownership",
-    "names",
-    "capacity.shapes",
-    "capacity.huggingface",
-    "capacity.parallelism",
-    "capacity.optimizer_facts",
+    "sharding.planning.granule",
+    "sharding.planning.bounds",
+    "sharding.planning.orders",
+    "sharding.planning.search",
+    "sharding.planning.planner",
+    "sharding.planning.segments",
+    "sharding.planning.units",
+    "sharding.planning.ownership",
+    "sharding.checkpoint.names",
+    "vfsdp_optim.capacity.shapes",
+    "vfsdp_optim.capacity.huggingface",
+    "vfsdp_optim.capacity.parallelism",
+    "vfsdp_optim.capacity.optimizer_facts",
 ]
 # Packages of the repository that a package may not import, besides what ORDER forbids.
 FORBIDDEN = {
@@ -144,7 +129,22 @@ MAX_LINES = 500
 MAX_PUBLIC = 12
 FOLDERS = ["sharding", "vfsdp_optim", "tests", "examples", "benchmarks"]
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
-MODULES = [path for path in FILES if path.relative_to(ROOT).parts[0] in ORDER]
+# The plugin is installed as a package of its own, and imports the kit when it is used.
+MODULES = [
+    path
+    for path in FILES
+    if path.relative_to(ROOT).parts[0] in ORDER and path.parent.name != "pytest_plugin"
+]
+
+
+def statements(source: str) -> Iterator[ast.AST]:
+    """Yield all nodes of a source but those that only a type checker runs."""
+    waiting: list[ast.AST] = [ast.parse(source)]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        for_types = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+        waiting += node.orelse if for_types else list(ast.iter_child_nodes(node))
 
 
 def imported_modules(node: ast.AST, package: str) -> list[str]:
@@ -155,48 +155,59 @@ def imported_modules(node: ast.AST, package: str) -> list[str]:
         return []
     base = node.module or ""
     if node.level:
-        base = f"{package}.{base}".rstrip(".")
-    # `from sharding import planner` loads a module; `from sharding import fully_shard` does not.
+        above = package.split(".")[: package.count(".") + 2 - node.level]
+        base = ".".join([*above, *([base] if base else [])])
+    # `from sharding.planning import planner` loads a module; `from sharding import fully_shard`
+    # does not.
     known = ORDER.get(base, [])
     return [f"{base}.{alias.name}" if alias.name in known else base for alias in node.names]
 
 
-def siblings(node: ast.AST, package: str) -> Iterator[str]:
-    """Yield the modules of the same package that one import statement loads."""
-    for name in imported_modules(node, package):
-        if name == package:
-            yield "__init__"
-        elif name.startswith(f"{package}."):
-            yield name.removeprefix(f"{package}.").split(".")[0]
+def parting(name: str, package: str, module: str) -> tuple[str, str, str] | None:
+    """Return the last folder that a file and what it imports share, and where each goes on there.
+
+    None where the import is of another package.
+    """
+    here, there = [*package.split("."), module], name.split(".")
+    shared = 0
+    while shared < min(len(here), len(there)) and here[shared] == there[shared]:
+        shared += 1
+    if shared == len(here):  # itself
+        shared -= 1
+    if not shared:
+        return None
+    folder = ".".join(here[:shared])
+    return folder, here[shared], there[shared] if shared < len(there) else "__init__"
 
 
 def check_direction(source: str, package: str, module: str) -> list[str]:
     """Return the imports that point the wrong way."""
-    order = ORDER[package]
-    if module not in order:
+    if module not in ORDER[package] and not (package in ROOMS and module == "__init__"):
         return [f"{package}/{module}.py has no place in ORDER: decide what it may import"]
-    allowed = order[: order.index(module)]
     wrong = []
-    for node in ast.walk(ast.parse(source)):
-        for sibling in siblings(node, package):
-            if sibling not in allowed:
-                wrong.append(f"{package}/{module}.py imports {sibling}, which comes after it")
+    for node in statements(source):
         for name in imported_modules(node, package):
             if name.split(".")[0] in FORBIDDEN[package.split(".")[0]]:
                 wrong.append(f"{package}/{module}.py imports {name}")
+            if (parts := parting(name, package, module)) is None:
+                continue
+            folder, mine, theirs = parts
+            order = ORDER[folder]
+            allowed = order[: order.index(mine)] if mine in order else []
+            if theirs not in allowed:
+                wrong.append(
+                    f"{package}/{module}.py imports {theirs}, which comes after it in {folder}"
+                )
     return wrong
 
 
 def check_purity(source: str, package: str, module: str) -> list[str]:
     """Return what a pure file imports from outside the standard library and the pure files."""
-    names = [
-        name for node in ast.walk(ast.parse(source)) for name in imported_modules(node, package)
-    ]
-    pure = {f"{package}.{other}" for other in PURE}
+    names = [name for node in statements(source) for name in imported_modules(node, package)]
     return [
         f"{package}/{module}.py imports {name}: it is pure integers"
         for name in names
-        if name.split(".")[0] not in sys.stdlib_module_names and name not in pure
+        if name.split(".")[0] not in sys.stdlib_module_names and name not in PURE
     ]
 
 
@@ -208,10 +219,11 @@ def check_late_imports(source: str, package: str, module: str) -> list[str]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     ]
     return [
-        f"{package}/{module}.py imports {sibling} inside {function.name}()"
+        f"{package}/{module}.py imports {name} inside {function.name}()"
         for function in functions
         for node in ast.walk(function)
-        for sibling in siblings(node, package)
+        for name in imported_modules(node, package)
+        if parting(name, package, module) is not None
     ]
 
 
@@ -230,6 +242,17 @@ def check_public_names(source: str, package: str) -> list[str]:
                 return [f"{package} has {len(names)} public names, expected at most {MAX_PUBLIC}"]
             return []
     return [f"{package}/__init__.py lists no __all__"]
+
+
+def check_room(source: str, folder: str) -> list[str]:
+    """Return what is wrong with a folder's page, which says what lives there and holds nothing."""
+    tree = ast.parse(source)
+    wrong = []
+    if len((ast.get_docstring(tree) or "").splitlines()) < 3:
+        wrong.append(f"{folder} says in too few lines what lives there and what it may import")
+    if len(tree.body) > 1:
+        wrong.append(f"{folder}/__init__.py holds more than its docstring")
+    return wrong
 
 
 def check_file(name: str, source: str) -> list[str]:
@@ -264,16 +287,29 @@ def test_module_has_no_late_import_of_a_sibling(path: Path) -> None:
     assert check_late_imports(*_module(path)) == []
 
 
-@pytest.mark.parametrize("module", PURE)
-def test_planning_is_pure_integers(module: str) -> None:
-    path = ROOT / "sharding" / f"{module.replace('.', '/')}.py"
-    assert check_purity(path.read_text(), "sharding", module) == []
+@pytest.mark.parametrize("name", PURE)
+def test_planning_is_pure_integers(name: str) -> None:
+    path = ROOT / f"{name.replace('.', '/')}.py"
+    assert check_purity(path.read_text(), *name.rsplit(".", 1)) == []
 
 
-@pytest.mark.parametrize("package", ORDER)
+@pytest.mark.parametrize("package", [package for package in ORDER if package not in ROOMS])
 def test_package_has_few_public_names(package: str) -> None:
     path = ROOT / package.replace(".", "/") / "__init__.py"
     assert check_public_names(path.read_text(), package) == []
+
+
+@pytest.mark.parametrize("folder", ROOMS)
+def test_folder_says_what_lives_there(folder: str) -> None:
+    path = ROOT / folder.replace(".", "/") / "__init__.py"
+    assert check_room(path.read_text(), folder) == []
+
+
+@pytest.mark.parametrize("folder", ORDER)
+def test_every_name_in_the_order_exists(folder: str) -> None:
+    path = ROOT / folder.replace(".", "/")
+    present = {p.stem for p in path.glob("*.py")} | {p.parent.name for p in path.glob("*/*.py")}
+    assert set(ORDER[folder]) <= present
 
 
 @pytest.mark.parametrize("path", FILES, ids=_label)
@@ -286,21 +322,31 @@ def test_no_test_folder_is_a_package_that_hides_ours() -> None:
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 
+CORE = "sharding.fsdp"
+PLANS = "sharding.planning"
+
+
 @pytest.mark.parametrize(
     ("source", "package", "module", "fault"),
     [
-        ("import vfsdp_optim", "sharding", "fsdp", "imports vfsdp_optim"),
-        ("from vfsdp_optim.muon import Muon", "sharding", "fsdp", "imports vfsdp_optim.muon"),
-        ("from sharding.buffer import x", "sharding", "planner", "imports buffer"),
-        ("from sharding import buffer", "sharding", "planner", "imports buffer"),
-        ("from .buffer import x", "sharding", "planner", "imports buffer"),
-        ("from . import buffer", "sharding", "planner", "imports buffer"),
-        ("import sharding.buffer", "sharding", "planner", "imports buffer"),
-        ("from sharding import fully_shard", "sharding", "bucket", "imports __init__"),
-        ("import sharding", "sharding", "bucket", "imports __init__"),
-        ("from sharding.planner import x", "sharding", "planner", "imports planner"),
-        ("def f():\n    from sharding.fsdp import x", "sharding", "state", "imports fsdp"),
+        ("import vfsdp_optim", CORE, "bucket", "imports vfsdp_optim"),
+        ("from vfsdp_optim.muon import Muon", "sharding", "report", "imports vfsdp_optim.muon"),
+        ("from sharding.fsdp.buffer import x", PLANS, "planner", "imports fsdp"),
+        ("from sharding.planning.units import x", PLANS, "planner", "imports units"),
+        ("from sharding.planning import units", PLANS, "planner", "imports units"),
+        ("from sharding import report", CORE, "root", "imports report"),
+        ("from .units import x", PLANS, "planner", "imports units"),
+        ("from . import units", PLANS, "planner", "imports units"),
+        ("from ..fsdp import buffer", PLANS, "planner", "imports fsdp"),
+        ("import sharding.fsdp.buffer", PLANS, "planner", "imports fsdp"),
+        ("from sharding import fully_shard", CORE, "bucket", "imports __init__"),
+        ("import sharding", CORE, "bucket", "imports __init__"),
+        ("import sharding.fsdp", CORE, "bucket", "imports __init__"),
+        ("from sharding.planning.planner import x", PLANS, "planner", "imports planner"),
+        ("def f():\n    from sharding.fsdp.root import x", CORE, "bucket", "imports root"),
+        ("if TYPE_CHECKING:\n    pass\nelse:\n    from . import root", CORE, "bucket", "root"),
         ("from vfsdp_optim.groups import x", "vfsdp_optim", "muon", "imports groups"),
+        ("from vfsdp_optim.muon import x", "vfsdp_optim.step", "runs", "imports muon"),
         ("import tests.ranks", "vfsdp_optim", "muon", "imports tests.ranks"),
         ("from vfsdp_optim.testing import x", "vfsdp_optim", "muon", "imports testing"),
         ("from vfsdp_optim.testing.pool import x", "vfsdp_optim.testing", "oracle", "imports pool"),
@@ -318,10 +364,12 @@ def test_checker_finds_an_import_against_the_direction(
 @pytest.mark.parametrize(
     ("source", "package", "module"),
     [
-        ("import torch\nfrom sharding.granule import Granule", "sharding", "planner"),
-        ("from .granule import Granule\nfrom . import granule", "sharding", "planner"),
-        ("from sharding import fully_shard\nimport sharding.bucket", "vfsdp_optim", "muon"),
+        ("import torch\nfrom sharding.planning.granule import Granule", PLANS, "planner"),
+        ("from .granule import Granule\nfrom . import granule", PLANS, "planner"),
+        ("from ..planning import planner\nfrom sharding.transport.axes import x", CORE, "bucket"),
+        ("from sharding import fully_shard\nimport sharding.fsdp.bucket", "vfsdp_optim", "muon"),
         ("from vfsdp_optim.optimizer import x", "vfsdp_optim", "muon"),
+        ("if TYPE_CHECKING:\n    from vfsdp_optim.muon import x", "vfsdp_optim", "algorithm"),
         ("import sharding_tools", "vfsdp_optim", "muon"),
         ("from vfsdp_optim.muon import x", "vfsdp_optim.testing", "oracle"),
     ],
@@ -338,14 +386,14 @@ def test_checker_accepts_imports_along_the_direction(
     ["import torch", "from torch import nn", "import numpy as np", "from .structure import x"],
 )
 def test_checker_finds_what_is_not_pure(source: str) -> None:
-    assert len(check_purity(source, "sharding", "planner")) == 1
-    assert check_purity("import math\nfrom .granule import x", "sharding", "planner") == []
+    assert len(check_purity(source, PLANS, "planner")) == 1
+    assert check_purity("import math\nfrom .granule import x", PLANS, "planner") == []
 
 
 def test_checker_finds_a_late_import_but_lets_other_packages_be_late() -> None:
-    late = "class A:\n    def f(self):\n        from sharding.granule import Granule\n"
-    assert len(check_late_imports(late, "sharding", "planner")) == 1
-    assert check_late_imports("def f():\n    import bitsandbytes", "sharding", "fsdp") == []
+    late = "class A:\n    def f(self):\n        from sharding.planning.granule import Granule\n"
+    assert len(check_late_imports(late, PLANS, "planner")) == 1
+    assert check_late_imports("def f():\n    import bitsandbytes", CORE, "bucket") == []
 
 
 def test_checker_finds_too_many_or_unlisted_public_names() -> None:
@@ -353,11 +401,18 @@ def test_checker_finds_too_many_or_unlisted_public_names() -> None:
     assert check_public_names(f"__all__ = {names}", "sharding") != []
     assert check_public_names(f"__all__ = {names[1:]}", "sharding") == []
     assert check_public_names("x = 1", "sharding") != []
-    assert check_public_names('__all__ = ["planner"]', "sharding") != []
+    assert check_public_names('__all__ = ["report"]', "sharding") != []
+
+
+def test_checker_finds_a_folder_that_says_little_or_holds_something() -> None:
+    page = '"""What lives here.\n\nWhat it may import.\n"""\n'
+    assert check_room(page, CORE) == []
+    assert len(check_room('"""What lives here."""\n', CORE)) == 1
+    assert len(check_room(page + "from sharding.fsdp.bucket import Bucket\n", CORE)) == 1
 
 
 def test_checker_finds_empty_names_and_long_files() -> None:
     assert len(check_file("sharding/utils.py", "")) == 1
     assert len(check_file("tests/test_helpers.py", "")) == 1
-    assert len(check_file("sharding/fsdp.py", "x = 1\n" * (MAX_LINES + 1))) == 1
-    assert check_file("sharding/fsdp.py", "x = 1\n" * MAX_LINES) == []
+    assert len(check_file("sharding/report.py", "x = 1\n" * (MAX_LINES + 1))) == 1
+    assert check_file("sharding/report.py", "x = 1\n" * MAX_LINES) == []

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from vfsdp_optim import Muon, fully_shard
 
 

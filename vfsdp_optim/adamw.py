@@ -8,12 +8,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sharding.structure import Elementwise, Structure
+from sharding.planning.structure import Elementwise, Structure
 from vfsdp_optim.algorithm import Algorithm, check_at_least_zero, check_state_dtype
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.runs import Run
 
 # torch.optim.AdamW's own defaults.
 _DEFAULTS: dict[str, Any] = {

@@ -4,16 +4,19 @@ Touches the tensors it is handed; communicates nothing and knows nothing of how 
 sharded.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sharding.structure import Structure
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
+if TYPE_CHECKING:
+    from sharding.planning.structure import Structure
+    from vfsdp_optim.states.scratch import Scratch
+    from vfsdp_optim.step.runs import Run
 
 # Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads
 # them.

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from vfsdp_optim.block_codec import BLOCK, block_count
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
-from vfsdp_optim.states import BlockState
-from vfsdp_optim.weights import MASTER
+from vfsdp_optim.states.block_codec import BLOCK, block_count
+from vfsdp_optim.states.formats import BlockState
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.states.weights import MASTER
+from vfsdp_optim.step.runs import Run
 
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Elements of a call: the kernel counts in int32.

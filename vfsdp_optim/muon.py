@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sharding.structure import FullMatrix
+from sharding.planning.structure import FullMatrix
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import MatrixAlgorithm, check_at_least_zero, check_state_dtype
-from vfsdp_optim.membership import named
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
     Coefficients,
@@ -22,9 +21,10 @@ from vfsdp_optim.newton_schulz import (
     orthogonalize,
 )
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.parameters.given import named
 from vfsdp_optim.qk_clip import QKHeads, clip
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.runs import Run
 
 _KELLER = COEFFICIENTS["keller5"][0]
 

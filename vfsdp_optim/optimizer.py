@@ -12,12 +12,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from sharding.structure import Blocks, Demand, FullMatrix
-from vfsdp_optim.agreement import check_agreement
+from sharding.planning.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
-from vfsdp_optim.conversion import converted
-from vfsdp_optim.loading import Checkpoint
-from vfsdp_optim.matrices import (
+from vfsdp_optim.checkpoint.conversion import converted
+from vfsdp_optim.checkpoint.saved import Checkpoint
+from vfsdp_optim.parameters.given import check_current, check_kind, distinct, named
+from vfsdp_optim.parameters.param_shard import ParamShard, Ranks, local_tensor
+from vfsdp_optim.plan import OptimizerPlan, make_plan
+from vfsdp_optim.states.precision import check_params, check_precision, check_used
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.agreement import check_agreement
+from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
+from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.sharded_units import (
     AbsentGradients,
     Job,
     LocalMatrices,
@@ -26,14 +33,7 @@ from vfsdp_optim.matrices import (
     make_jobs,
     plan_jobs,
 )
-from vfsdp_optim.members import Layout, make_layout
-from vfsdp_optim.membership import check_current, check_kind, distinct, named
-from vfsdp_optim.nonfinite import NonfiniteRule, Skip
-from vfsdp_optim.plan import OptimizerPlan, make_plan
-from vfsdp_optim.precision import check_params, check_precision, check_used
-from vfsdp_optim.runs import Member
-from vfsdp_optim.scratch import Scratch
-from vfsdp_optim.shards import ParamShard, Ranks, local_tensor
+from vfsdp_optim.step.working_set import Layout, make_layout
 
 # With less, DeepSeek-V3's work on 1024 ranks is out of balance. Only what is needed is reserved.
 MAX_EXCHANGE_BYTES = 1 << 31

@@ -7,9 +7,9 @@ from io import StringIO
 from rich.console import Console
 from rich.table import Table
 
-from sharding.ownership import OwnerPlan
-from vfsdp_optim.matrices import Job, plan_jobs
-from vfsdp_optim.runs import Member
+from sharding.planning.ownership import OwnerPlan
+from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.sharded_units import Job, plan_jobs
 
 
 @dataclass(frozen=True, slots=True)

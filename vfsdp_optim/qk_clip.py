@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.debug import announce
-from vfsdp_optim.shards import ParamShard, Ranks
+from sharding.transport.debug import announce
+from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 
 # Rows start:stop of a weight, the head whose factor they get, and the power of it.
 _Rows = tuple[int, int, int, float]

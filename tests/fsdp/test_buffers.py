@@ -14,10 +14,10 @@ from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
 from sharding import fully_shard, layout
-from sharding.bucket import Bucket, ShardedState
-from sharding.buffer import Workspace, slot_pieces
-from sharding.collectives import PendingMean, Transport
-from sharding.state import state_of
+from sharding.fsdp.bucket import Bucket, ShardedState
+from sharding.fsdp.buffer import Workspace, slot_pieces
+from sharding.fsdp.module_state import state_of
+from sharding.transport.collectives import PendingMean, Transport
 from training import Run, build_model, build_optimizer, shard, tokens_of
 
 

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from ranks import RankError, run_ranks
 from sharding import fully_shard
-from sharding.state import state_of
+from sharding.fsdp.module_state import state_of
 from training import Run, build_model, build_optimizer, shard, tokens_of, train_model
 
 

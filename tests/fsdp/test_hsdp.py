@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate
 
-import sharding.collectives as collectives_of_sharding
+import sharding.transport.collectives as collectives_of_sharding
 import training
 from ranks import RankError, collectives, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
-from sharding.collectives import PendingMean, Transport
+from sharding.transport.collectives import PendingMean, Transport
 from small_models import Parallel
 from training import Run, mesh_of
 

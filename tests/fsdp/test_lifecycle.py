@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ranks import RankError, run_ranks
 from sharding import FSDPModule, fully_shard
-from sharding.bucket import ShardedState
-from sharding.state import state_of
+from sharding.fsdp.bucket import ShardedState
+from sharding.fsdp.module_state import state_of
 from training import mesh_of
 
 WIDTH = 18

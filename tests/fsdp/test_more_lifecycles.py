@@ -15,8 +15,8 @@ from ways_to_call import WAYS
 
 from ranks import run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.bucket import ShardedState
-from sharding.state import state_of
+from sharding.fsdp.bucket import ShardedState
+from sharding.fsdp.module_state import state_of
 
 CASES = {case.__name__: case for case in (*KINDS, *WAYS)}
 

@@ -10,17 +10,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from sharding.ragged_tensor import RaggedDTensor
-from sharding.structure import Elementwise, Structure
+from sharding.planning.structure import Elementwise, Structure
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import Algorithm
-from vfsdp_optim.matrices import ShardedMatrices
 from vfsdp_optim.muon import MuonAlgorithm
 from vfsdp_optim.newton_schulz import orthogonalize
-from vfsdp_optim.nonfinite import Skip
 from vfsdp_optim.optimizer import StructuredOptimizer
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.nonfinite import Skip
+from vfsdp_optim.step.runs import Run
+from vfsdp_optim.step.sharded_units import ShardedMatrices
 
 
 def make_groups(module: nn.Module, *, muon: bool) -> list[dict[str, Any]]:

@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from ranks import run_ranks
 from sharding import fully_shard, load_full_state_dict
-from sharding.ragged_tensor import distribute_ragged
+from sharding.tensor.ragged_tensor import distribute_ragged
 from vfsdp_optim import AdamW, Muon
-from vfsdp_optim.block_codec import FORMAT, dynamic_map
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.block_codec import FORMAT, dynamic_map
+from vfsdp_optim.states.scratch import Scratch
 
 # In the order in which nn.ParameterDict has them.
 SHAPES = {"norm": (300,), "odd": (70, 71), "rows": (10, 300), "square": (64, 64), "wide": (16, 300)}

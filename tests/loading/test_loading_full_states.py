@@ -29,7 +29,7 @@ from checkpoints import (
 )
 from ranks import RankError, run_ranks
 from sharding import load_full_state_dict
-from sharding.names import plain_names
+from sharding.checkpoint.names import plain_names
 
 
 def trained(kind: str, **kwargs: Any) -> dict[str, Any]:

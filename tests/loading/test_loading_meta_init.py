@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from checkpoints import Net, difference, full_state, make_optimizer, shard_net, take_steps
 from ranks import run_ranks
 from sharding import RaggedDTensor, RaggedShard, fully_shard
-from sharding.ragged_tensor import distribute_ragged
+from sharding.tensor.ragged_tensor import distribute_ragged
 
 WORLD_SIZES = [1, 2, 3]
 # Kernels take another path below 16 elements, and fill in blocks above.

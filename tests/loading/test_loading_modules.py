@@ -20,7 +20,7 @@ from checkpoints import (
 )
 from ranks import RankError, run_ranks
 from sharding import RaggedDTensor, RaggedShard, fully_shard
-from sharding.state import state_of
+from sharding.fsdp.module_state import state_of
 
 
 def assert_in_buffers(net: nn.Module) -> None:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ranks import run_ranks
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from vfsdp_optim import Muon, fully_shard
 from vfsdp_optim.testing.shardings import random_placements
 

@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamW
 
 SHAPES = [(3,), (70000,), (4, 5, 6), (), (7, 1)]

@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vfsdp_optim.block_codec import BLOCK, FORMAT, DynamicMap
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.block_codec import BLOCK, FORMAT, DynamicMap
+from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.testing.oracle import decode_blocks, encode_blocks
 
 SIGNED, UNSIGNED = DynamicMap(True), DynamicMap(False)

@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import (
     SequentialLR,
 )
 
-from sharding.structure import Blocks, FullMatrix
+from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.muon import Muon
 

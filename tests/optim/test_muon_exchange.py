@@ -21,10 +21,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from ranks import run_ranks
 from sharding import fully_shard
-from sharding.exchange import Exchange
+from sharding.transport.exchange import Exchange
 from vfsdp_optim import Muon
-from vfsdp_optim.matrices import ShardedMatrices
 from vfsdp_optim.muon import MuonAlgorithm
+from vfsdp_optim.step.sharded_units import ShardedMatrices
 from vfsdp_optim.testing.wire import WireBytes
 
 Shape = tuple[int, int]

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.optimizer import StructuredOptimizer

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from vfsdp_optim import AdamW
 from vfsdp_optim import fused_adam as fused_module
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
-from vfsdp_optim.runs import Run
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.runs import Run
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

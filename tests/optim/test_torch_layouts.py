@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from ranks import run_ranks
-from sharding.ragged_tensor import distribute_ragged
+from sharding.tensor.ragged_tensor import distribute_ragged
 from small_models import build, loss_of
 from torch_layouts import LAYOUTS, Matrices, cut_like, full, full_tensors, muon_of, on_fsdp2, step
 from vfsdp_optim import AdamW, Muon, param_groups

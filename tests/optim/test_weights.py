@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import distribute_ragged
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import distribute_ragged
 from vfsdp_optim import AdamW, Muon
-from vfsdp_optim.scratch import Scratch
-from vfsdp_optim.weights import Place, RandomRounding, random_bits, stream_of
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.states.weights import Place, RandomRounding, random_bits, stream_of
 
 BF16 = torch.bfloat16
 CHOICES = pytest.mark.parametrize("choice", ["master_weights", "stochastic_rounding"])

@@ -8,23 +8,23 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.buffer import Workspace, slot_pieces
-from sharding.capacity.advice import group_sizes
-from sharding.capacity.model_sources import model_names, read_model
-from sharding.capacity.optimizer_facts import OPTIMIZERS, STATES, is_quantized, state_bytes
-from sharding.capacity.parallelism import DividedModel, Parallelism, divide
-from sharding.capacity.picture import _outlines
-from sharding.capacity.prediction import Capacity, measure
-from sharding.capacity.shapes import TensorShape
-from sharding.capacity.step_buffers import (
+from sharding.fsdp.buffer import Workspace, slot_pieces
+from sharding.planning.structure import Blocks, FullMatrix
+from vfsdp_optim.capacity.advice import group_sizes
+from vfsdp_optim.capacity.model_sources import model_names, read_model
+from vfsdp_optim.capacity.optimizer_facts import OPTIMIZERS, STATES, is_quantized, state_bytes
+from vfsdp_optim.capacity.parallelism import DividedModel, Parallelism, divide
+from vfsdp_optim.capacity.picture import _outlines
+from vfsdp_optim.capacity.prediction import Capacity, measure
+from vfsdp_optim.capacity.shapes import TensorShape
+from vfsdp_optim.capacity.step_buffers import (
     BucketBuffers,
     Precision,
     _Pool,
     reduction_memory,
     unsharded_peak,
 )
-from sharding.capacity.training_setup import Granularity, Setup
-from sharding.structure import Blocks, FullMatrix
+from vfsdp_optim.capacity.training_setup import Granularity, Setup
 
 
 def capacity(model: str, ranks: int, **options: str) -> Capacity:

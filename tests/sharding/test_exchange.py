@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
-from sharding.exchange import Exchange
-from sharding.ownership import OwnerPlan, plan_owners
-from sharding.units import Grid, UnitSpec
+from sharding.planning.ownership import OwnerPlan, plan_owners
+from sharding.planning.units import Grid, UnitSpec
+from sharding.transport.exchange import Exchange
 
 
 def units_of(

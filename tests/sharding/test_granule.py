@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.granule import Cells, Granule
+from sharding.planning.granule import Cells, Granule
 
 MANY = settings(max_examples=max(200, settings.default.max_examples))
 SPAN = 90  # offsets that are looked at

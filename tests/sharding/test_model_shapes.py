@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from sharding.capacity.model_sources import model_names, read_model
-from sharding.capacity.shapes import ModelShapes, NamedShape, sort_into_buckets
+from vfsdp_optim.capacity.model_sources import model_names, read_model
+from vfsdp_optim.capacity.shapes import ModelShapes, NamedShape, sort_into_buckets
 
 # What the config.json of the model's page has, as far as it decides shapes.
 LLAMA_8B = {

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding.granule import Granule
-from sharding.negotiation import BucketPlan, ParamSpec, negotiate
-from sharding.planner import ALIGN, TensorSpec, plan_segment
-from sharding.structure import Blocks, Demand, Elementwise, FullMatrix, RowPanels
+from sharding.planning.granule import Granule
+from sharding.planning.negotiation import BucketPlan, ParamSpec, negotiate
+from sharding.planning.planner import ALIGN, TensorSpec, plan_segment
+from sharding.planning.structure import Blocks, Demand, Elementwise, FullMatrix, RowPanels
 
 MANY = settings(max_examples=max(60, settings.default.max_examples))
 MATRIX = (Demand(FullMatrix(), "step", "Muon"),)

@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-import sharding
-from sharding.negotiation import BucketPlan, ParamSpec, negotiate
-from sharding.ownership import OwnerPlan, plan_owners
-from sharding.structure import Demand, FullMatrix
-from sharding.units import UnitSpec
+import vfsdp_optim
+from sharding.planning.negotiation import BucketPlan, ParamSpec, negotiate
+from sharding.planning.ownership import OwnerPlan, plan_owners
+from sharding.planning.structure import Demand, FullMatrix
+from sharding.planning.units import UnitSpec
 from vfsdp_optim.newton_schulz import newton_schulz_cost
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 
-MODELS = Path(sharding.__file__).parent / "models"
+MODELS = Path(vfsdp_optim.__file__).parent / "capacity" / "models"
 ELEMENTWISE = ("embed", "lm_head")
 
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.ownership import OwnerPlan, plan_owners
-from sharding.units import Grid, UnitSpec
+from sharding.planning.ownership import OwnerPlan, plan_owners
+from sharding.planning.units import Grid, UnitSpec
 
 
 def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[UnitSpec, ...]:

@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 
-from sharding.placement import RaggedShard, boxes
+from sharding.tensor.placement import RaggedShard, boxes
 
 
 @st.composite

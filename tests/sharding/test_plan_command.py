@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from sharding.__main__ import main
+from vfsdp_optim.__main__ import main
 
 TABLE = {
     "model": "small",
@@ -286,7 +286,7 @@ def test_unknown_model_is_one_line(
 
 def test_module_of_the_working_directory_is_found_by_python_m(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("from torch import nn\ndef build(): return nn.Linear(8, 8)\n")
-    command = [sys.executable, "-m", "sharding", "plan", "--model", "mine:build", "--ranks", "2"]
+    command = [sys.executable, "-m", "vfsdp_optim", "plan", "--model", "mine:build", "--ranks", "2"]
     root = Path(__file__).parents[2]
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": str(root)}, capture_output=True, text=True

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sharding import planner
-from sharding.granule import Granule
-from sharding.planner import ALIGN, TensorSpec, lower_bound, place, plan_segment
+from sharding.planning import planner
+from sharding.planning.granule import Granule
+from sharding.planning.planner import ALIGN, TensorSpec, lower_bound, place, plan_segment
 
 MANY = settings(max_examples=max(150, settings.default.max_examples))
 

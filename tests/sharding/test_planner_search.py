@@ -25,14 +25,14 @@ from benchmarks.planner_reference import (
     published_shard,
     small_instance,
 )
-from sharding.bounds import Admissible
-from sharding.granule import Cells, Granule
-from sharding.negotiation import ParamSpec, negotiate
-from sharding.orders import Orders
-from sharding.placement import RaggedShard
-from sharding.planner import TensorSpec, lower_bound, place, plan_segment
-from sharding.segments import plan_segments
-from sharding.structure import Demand, FullMatrix
+from sharding.planning.bounds import Admissible
+from sharding.planning.granule import Cells, Granule
+from sharding.planning.negotiation import ParamSpec, negotiate
+from sharding.planning.orders import Orders
+from sharding.planning.planner import TensorSpec, lower_bound, place, plan_segment
+from sharding.planning.segments import plan_segments
+from sharding.planning.structure import Demand, FullMatrix
+from sharding.tensor.placement import RaggedShard
 
 ROOT = Path(__file__).parents[2]
 MANY = settings(max_examples=max(150, settings.default.max_examples))
@@ -248,8 +248,8 @@ def test_restarting_stack_on_many_ranks_is_planned_quickly():
 PLANS = """
 from hashlib import sha256
 from benchmarks.planner_figures import Model, specs
-from sharding.planner import plan_segment
-from sharding.segments import plan_segments
+from sharding.planning.planner import plan_segment
+from sharding.planning.segments import plan_segments
 text = []
 for name, granularity, ranks in (
     ("gpt_oss_120b", "e128", 256), ("qwen3_30b_a3b_perexpert", "e16", 64), ("resnet50", "1", 8)

@@ -23,8 +23,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 
 SHAPES = {"matrix": (4, 3), "rows": (3, 2, 4), "vector": (5,), "scalar": (), "empty": (0, 2)}
 

@@ -17,9 +17,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_ops import LOCAL_OPS
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.tensor.local_ops import LOCAL_OPS
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 
 aten = torch.ops.aten
 WORLD_SIZES = [1, 2, 3, 5]

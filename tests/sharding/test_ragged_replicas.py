@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ranks import collectives, run_ranks
 from sharding import RaggedDTensor, RaggedShard
-from sharding.ragged_tensor import distribute_ragged
+from sharding.tensor.ragged_tensor import distribute_ragged
 from training import mesh_of
 
 SHAPE = (5, 3)

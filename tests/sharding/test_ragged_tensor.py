@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 
 WORLD_SIZES = [1, 2, 3, 5]
 

@@ -22,15 +22,15 @@ import vfsdp_optim
 from benchmarks.planner_figures import Model, segments, specs
 from ranks import distributed_examples, run_ranks
 from sharding import fully_shard
-from sharding.buffer import DistributedBuffer, Workspace
-from sharding.collectives import Transport, next_tag
-from sharding.gradient_slots import GradientSlots
-from sharding.granule import Granule
-from sharding.negotiation import ParamSpec, negotiate
-from sharding.planner import ALIGN, SegmentPlan, TensorSpec, lower_bound, plan_segment
-from sharding.segments import least_total_shard, plan_segments
-from sharding.state import state_of
-from sharding.structure import Blocks, Demand, FullMatrix, RowPanels, Structure
+from sharding.fsdp.buffer import DistributedBuffer, Workspace
+from sharding.fsdp.gradient_slots import GradientSlots
+from sharding.fsdp.module_state import state_of
+from sharding.planning.granule import Granule
+from sharding.planning.negotiation import ParamSpec, negotiate
+from sharding.planning.planner import ALIGN, SegmentPlan, TensorSpec, lower_bound, plan_segment
+from sharding.planning.segments import least_total_shard, plan_segments
+from sharding.planning.structure import Blocks, Demand, FullMatrix, RowPanels, Structure
+from sharding.transport.collectives import Transport, next_tag
 
 MANY = settings(max_examples=max(100, settings.default.max_examples))
 

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from sharding.granule import Granule
-from sharding.structure import Blocks, Demand, Elementwise, FullMatrix, RowPanels, Unit
+from sharding.planning.granule import Granule
+from sharding.planning.structure import Blocks, Demand, Elementwise, FullMatrix, RowPanels, Unit
 
 MANY = settings(max_examples=max(60, settings.default.max_examples))
 

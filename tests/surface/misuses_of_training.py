@@ -10,7 +10,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 import vfsdp_optim
 from sharding import RaggedDTensor, RaggedShard
-from sharding.loading import load_full_state_dict
+from sharding.checkpoint.full_state import load_full_state_dict
 from small_models import loss_of, shard
 
 S0 = Shard(0)

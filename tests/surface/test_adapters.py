@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 import vfsdp_optim
 from ranks import run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.state import state_of
+from sharding.fsdp.module_state import state_of
 from small_models import assert_weights, full, full_gradients, set_gradients, weights_of
 from vfsdp_optim import AdamW, Muon
 

@@ -14,10 +14,18 @@ import vfsdp_optim
 from examples.gpt import GPT, GPTConfig
 from ranks import run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
-from sharding.bucket import Bucket
-from sharding.buffer import Workspace
-from sharding.capacity.model_sources import module_shapes
-from sharding.capacity.optimizer_facts import (
+from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.buffer import Workspace
+from sharding.fsdp.module_state import state_of
+from sharding.planning.structure import FullMatrix
+from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.collectives import Transport
+from sharding.transport.exchange import Exchange
+from vfsdp_optim import runs
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import MatrixAlgorithm
+from vfsdp_optim.capacity.model_sources import module_shapes
+from vfsdp_optim.capacity.optimizer_facts import (
     ALGORITHMS,
     CPU_CHUNK,
     MAX_EXCHANGE_BYTES,
@@ -30,25 +38,17 @@ from sharding.capacity.optimizer_facts import (
     algorithm_of,
     newton_schulz_cost,
 )
-from sharding.capacity.parallelism import Parallelism, divide
-from sharding.capacity.prediction import Capacity, measure
-from sharding.capacity.shapes import ModelShapes, sort_into_buckets
-from sharding.capacity.step_buffers import Precision
-from sharding.capacity.training_setup import Setup
-from sharding.collectives import Transport
-from sharding.exchange import Exchange
-from sharding.ragged_tensor import RaggedDTensor
-from sharding.state import state_of
-from sharding.structure import FullMatrix
-from vfsdp_optim import runs
-from vfsdp_optim.adamw import AdamWAlgorithm
-from vfsdp_optim.algorithm import MatrixAlgorithm
-from vfsdp_optim.block_codec import BLOCK
+from vfsdp_optim.capacity.parallelism import Parallelism, divide
+from vfsdp_optim.capacity.prediction import Capacity, measure
+from vfsdp_optim.capacity.shapes import ModelShapes, sort_into_buckets
+from vfsdp_optim.capacity.step_buffers import Precision
+from vfsdp_optim.capacity.training_setup import Setup
 from vfsdp_optim.muon import MuonAlgorithm
 from vfsdp_optim.newton_schulz import newton_schulz_cost as real_cost
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES as REAL_MAX_EXCHANGE_BYTES
-from vfsdp_optim.precision import SMALLEST_8BIT
-from vfsdp_optim.scratch import Scratch
+from vfsdp_optim.states.block_codec import BLOCK
+from vfsdp_optim.states.precision import SMALLEST_8BIT
+from vfsdp_optim.states.scratch import Scratch
 
 CONFIG = GPTConfig(layers=4, width=96, heads=2, context=16)
 TOLERANCE = 0.02

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from ranks import RankError, run_ranks
 from sharding import fully_shard
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor, distribute_ragged
-from sharding.state import state_of
+from sharding.fsdp.module_state import state_of
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from small_models import (
     assert_weights,
     build,

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim.swa_utils import AveragedModel
 
 from ranks import run_ranks
-from sharding.ragged_tensor import RaggedDTensor
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from small_models import (
     assert_bits,
     assert_weights,

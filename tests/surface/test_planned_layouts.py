@@ -13,9 +13,9 @@ from torch import nn
 from examples.gpt import GPT, GPTConfig
 from ranks import run_ranks
 from sharding import Blocks, fully_shard
-from sharding.__main__ import main
-from sharding.state import state_of
+from sharding.fsdp.module_state import state_of
 from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim.__main__ import main
 
 CONFIG = GPTConfig(layers=2, width=32, heads=2, context=8)
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from sharding.ragged_tensor import RaggedDTensor
+from sharding.tensor.ragged_tensor import RaggedDTensor
 
 PARAM = ""  # the key of the parameter itself, beside those of its states
 OPTION = "option "  # begins the key of a number in the group of a parameter

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from sharding.fsdp import fully_shard
-from sharding.placement import RaggedShard
-from sharding.ragged_tensor import RaggedDTensor
-from sharding.structure import DeclaresStructure
+from sharding.fsdp.fully_shard import fully_shard
+from sharding.planning.structure import DeclaresStructure
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
 
 # A name, or one placement for each parameter.
 Layout = str | tuple[RaggedShard, ...]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from sharding.placement import RaggedShard
+from sharding.tensor.placement import RaggedShard
 from vfsdp_optim.testing.gradients import KINDS, GradientStream
 from vfsdp_optim.testing.programs import (
     AddGroup,

@@ -1,0 +1,492 @@
+"""Full checkpoints into sharded models and their optimizers.
+
+May touch: parameters, buffers and optimizer state (through `load_state_dict`), the process group
+of the model's mesh. Everything is checked on all ranks before anything is written.
+
+[Note: sending a full state]
+Rank 0 first sends an outline: the state with every tensor replaced by its shape and dtype, numbers
+and other small values as they are. All ranks check the outline against their model, so that they
+raise together. Then tensors are sent one by one, in the order of the outline, and each rank gets
+its own range only, straight into the parameter where the dtypes agree. States of an optimizer go
+into new pieces first, because only its own `load_state_dict` knows what it needs; the weights are
+written after that has accepted them.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from sharding.checkpoint.load_checks import EXTRA_STATE
+from sharding.checkpoint.names import match_by_name, plain_names
+from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.transport.axes import (
+    groups_of,
+    replicate_group,
+    replicate_rank,
+    shard_group,
+    shard_rank,
+)
+from sharding.transport.collectives import all_to_all, check_same_on_all_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _Outline:
+    """Stands for a full tensor of one or more dims."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True, slots=True)
+class _Foreign:
+    """Stands for what is no full tensor."""
+
+    kind: str
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: Mapping[str, Any] | None,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Loads plain full tensors into a sharded model and, if given, its optimizer.
+
+    Takes what an unsharded run saved, or `get_state_dict` with `full_state_dict=True` returned.
+    All keys must fit; a tied parameter may be there under one of its names. Values are cast between
+    floating dtypes as `copy_` does; optimizer states keep their dtype. Everything is checked before
+    anything is written, and what is wrong raises on every rank. A collective over the model's mesh.
+
+    torch's `set_model_state_dict(full_state_dict=True)` would cut tensors by rules that do not know
+    ragged layouts and raises; this function takes its place.
+
+    Args:
+        model: Materialised: not on the meta device.
+        optimizer: Of this library or of torch.
+        state: Without an optimizer, the model's state dict; with one,
+            `{"model": ..., "optimizer": ...}`, where the latter has "state" and "param_groups" by
+            index (matched by `param_names` where both sides have them, else by position) or by the
+            parameters' names in the model.
+        broadcast_from_rank0: Only the first rank of the mesh has the state; on the others `state`
+            is not read and may be None. Tensors are sent one at a time, to each rank its range.
+
+    Raises:
+        TypeError: `state` is no such mapping, or holds sharded tensors.
+        ValueError: Keys, shapes or dtypes do not fit.
+        RuntimeError: Parameters are on the meta device, or ranks were given different states.
+        NotImplementedError: Parameters that are DTensors of another kind or on several meshes.
+    """
+    targets = _targets(model)
+    mesh = _mesh_of(targets)
+    source = _with_plain_names(state if optimizer is not None else {"model": state})
+    outline = _outline(source)
+    if mesh is not None and broadcast_from_rank0:
+        outline = _broadcast(outline, mesh)
+    elif mesh is not None:
+        check_same_on_all_ranks(
+            "\n".join(sorted(_describe(outline))),
+            groups_of(mesh),
+            "the state given to load_full_state_dict (where only one rank has it, pass "
+            "broadcast_from_rank0=True): it",
+        )
+    _check_parts(outline, ["model"] if optimizer is None else ["model", "optimizer"])
+    sender = _Sender(source, mesh if broadcast_from_rank0 else None)
+    _check_model(outline["model"], targets)
+    if optimizer is not None:
+        _load_optimizer(model, optimizer, outline["optimizer"], sender)
+    _write_model(model, targets, outline["model"], sender)
+
+
+# -- the state -------------------------------------------------------------------------------------
+
+
+def _with_plain_names(state: Any) -> Any:
+    """The state, its model's keys without what wrappers put into them."""
+    if not isinstance(state, Mapping) or not isinstance(model := state.get("model"), Mapping):
+        return state
+    return {**state, "model": dict(zip(plain_names(list(model)), model.values(), strict=True))}
+
+
+def _outline(value: Any, *, whole: bool = False) -> Any:
+    """The structure of a state; see [Note: sending a full state].
+
+    Tensors in hyper-parameters and in the extra state of modules are few and small: kept.
+    """
+    if isinstance(value, DTensor):
+        return _Foreign(f"a {type(value).__name__} placed as {value.placements!r}")
+    if isinstance(value, Tensor):
+        if value.layout is not torch.strided or value.is_meta:
+            return _Foreign(f"a tensor of layout {value.layout} on {value.device}")
+        if value.dim() and not whole:
+            return _Outline(tuple(value.shape), value.dtype)
+        return value.detach().cpu().clone()
+    if isinstance(value, Mapping):
+        return {
+            key: _outline(item, whole=whole or key == "param_groups" or _is_extra_state(key))
+            for key, item in value.items()
+        }
+    if type(value) in (list, tuple):
+        return type(value)(_outline(item, whole=whole) for item in value)
+    return value
+
+
+def _is_extra_state(key: object) -> bool:
+    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
+
+
+def _describe(outline: Any, path: str = "state") -> Iterator[str]:
+    """Lines that are the same on ranks that were given states of the same structure."""
+    if isinstance(outline, Mapping):
+        for key, value in outline.items():
+            if _is_extra_state(key):  # may be each rank's own
+                yield f"{path}[{key!r}]"
+            else:
+                yield from _describe(value, f"{path}[{key!r}]")
+    elif isinstance(outline, (list, tuple)):
+        for i, value in enumerate(outline):
+            yield from _describe(value, f"{path}[{i}]")
+    elif isinstance(outline, (_Outline, _Foreign, Tensor, int, float, str, type(None))):
+        yield f"{path}: {outline!r}"
+    else:
+        yield f"{path}: {type(outline).__name__}"
+
+
+def _broadcast(outline: Any, mesh: DeviceMesh) -> Any:
+    """Rank 0's outline, on all ranks; its failure to pickle raises on all, too."""
+    message: list[Any] = [None]
+    if _is_first(mesh):
+        try:
+            message = [pickle.dumps(outline)]
+        except Exception as error:
+            message = [f"{type(error).__name__}: {error}"]
+    for group in _groups_from_first(mesh):
+        dist.broadcast_object_list(message, group=group, group_src=0)
+    if isinstance(message[0], str):
+        raise TypeError(f"state: cannot be sent from rank 0 to the others: {message[0]}")
+    return pickle.loads(message[0])  # made by `dumps` above, on a rank of this job
+
+
+def _check_parts(outline: Any, expected: list[str]) -> None:
+    """Checks the top level of a state."""
+    if not isinstance(outline, Mapping) or sorted(map(str, outline)) != expected:
+        got = type(outline).__name__
+        if isinstance(outline, Mapping):
+            got = f"keys {sorted(map(str, outline))[:4]}"
+        raise TypeError(f"state: with an optimizer, expected a dict of {expected}, got {got}")
+    for name, part in outline.items():
+        if not isinstance(part, Mapping):
+            raise TypeError(
+                f"state: expected the {name}'s state dict, got {type(part).__name__}; on ranks "
+                "without it, pass None with broadcast_from_rank0=True"
+            )
+    _refuse_foreign(outline, "state")
+
+
+def _refuse_foreign(outline: Any, path: str) -> None:
+    if isinstance(outline, Mapping):
+        for key, value in outline.items():
+            _refuse_foreign(value, f"{path}[{key!r}]")
+    elif isinstance(outline, _Foreign):
+        raise TypeError(
+            f"{path}: expected a plain full tensor, got {outline.kind}; load sharded tensors with "
+            "module.load_state_dict or torch.distributed.checkpoint"
+        )
+
+
+# -- the model -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    """What a key of the model's state dict stands for."""
+
+    key: str  # with what wrappers put into it
+    value: Any  # a parameter, a buffer or extra state
+
+
+def _targets(model: nn.Module) -> dict[str, _Target]:
+    """The live tensors of a model by plain name; its buckets are sharded afterwards."""
+    held = model.state_dict(keep_vars=True)
+    return {
+        name: _Target(key, value)
+        for name, (key, value) in zip(plain_names(list(held)), held.items(), strict=True)
+    }
+
+
+def _mesh_of(targets: Mapping[str, _Target]) -> DeviceMesh | None:
+    """The mesh that parameters are sharded over; None if none is."""
+    meshes: list[DeviceMesh] = []
+    for name, target in targets.items():
+        value = target.value
+        if isinstance(value, RaggedDTensor):
+            if value.device_mesh not in meshes:
+                meshes.append(value.device_mesh)
+        elif isinstance(value, DTensor):
+            raise NotImplementedError(
+                f"{name} is a {type(value).__name__} placed as {value.placements!r}; only "
+                "parameters sharded by fully_shard of this library can be loaded"
+            )
+    if len(meshes) > 1:
+        raise NotImplementedError(f"expected parameters on one mesh, got {meshes!r}")
+    return meshes[0] if meshes else None
+
+
+def _check_model(outline: Mapping[str, Any], targets: Mapping[str, _Target]) -> None:
+    given = {id(target.value) for name, target in targets.items() if name in outline}
+    missing = [name for name, target in targets.items() if id(target.value) not in given]
+    unexpected = [name for name in outline if name not in targets]
+    if missing or unexpected:
+        cure = "; without an optimizer, state is the model's alone" if "model" in unexpected else ""
+        raise ValueError(
+            f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}{cure}"
+        )
+    on_meta = [n for n, t in targets.items() if isinstance(t.value, Tensor) and t.value.is_meta]
+    if on_meta:
+        raise RuntimeError(
+            f"{on_meta} are on the meta device; call module.to_empty(device=...) before loading"
+        )
+    wrong = []
+    for name, value in outline.items():
+        target = targets[name].value
+        if _is_extra_state(name):
+            continue  # of any type
+        if not isinstance(value, (_Outline, Tensor)):
+            wrong.append(f"{name}: expected a tensor, got {type(value).__name__}")
+        elif tuple(value.shape) != tuple(target.shape):
+            wrong.append(f"{name}: expected shape {tuple(target.shape)}, got {tuple(value.shape)}")
+        elif not _castable(value.dtype, target.dtype):
+            wrong.append(f"{name}: expected {target.dtype}, got {value.dtype}")
+    if wrong:
+        raise ValueError("state does not fit the model: " + "; ".join(wrong))
+
+
+def _castable(source: torch.dtype, target: torch.dtype) -> bool:
+    return source == target or (source.is_floating_point and target.is_floating_point)
+
+
+@torch.no_grad()
+def _write_model(
+    model: nn.Module, targets: Mapping[str, _Target], outline: Mapping[str, Any], sender: _Sender
+) -> None:
+    for name, value in outline.items():
+        target = targets[name].value
+        if _is_extra_state(name):
+            owner = model.get_submodule(targets[name].key.rpartition(".")[0])
+            cast(Any, owner).set_extra_state(value)
+        elif isinstance(value, Tensor):  # of no dims: it came with the outline
+            target.copy_(value)
+        elif isinstance(target, RaggedDTensor):
+            sender.scatter(("model", name), value, target, target._local_tensor)
+        else:
+            target.copy_(sender.broadcast(("model", name), value))
+
+
+# -- the optimizer ---------------------------------------------------------------------------------
+
+
+def _load_optimizer(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    outline: Mapping[str, Any],
+    sender: _Sender,
+) -> None:
+    """Receives this rank's pieces of all states and hands them to the optimizer."""
+    homes = _match_parameters(model, optimizer, outline)
+    groups, states = [], {}
+    number = 0
+    for places, group in zip(homes, optimizer.param_groups, strict=True):
+        saved = outline["param_groups"][places[0][0]] if places else group
+        numbers = []
+        for (s, i), param in zip(places, group["params"], strict=True):
+            saved_id = outline["param_groups"][s]["params"][i]
+            state = outline["state"].get(saved_id)
+            if state is not None:
+                where = ("optimizer", "state", saved_id)
+                own = optimizer.state.get(param, {})
+                states[number] = {
+                    key: _receive_state(value, param, own.get(key), (*where, key), sender)
+                    for key, value in state.items()
+                }
+            numbers.append(number)
+            number += 1
+        kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
+        groups.append({**kept, "params": numbers})
+    optimizer.load_state_dict({"state": states, "param_groups": groups})
+
+
+def _match_parameters(
+    model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any]
+) -> list[list[tuple[int, int]]]:
+    """By group of the optimizer, where each parameter is in the saved groups."""
+    if not {"state", "param_groups"} <= set(outline):
+        raise ValueError(
+            f"state['optimizer']: expected 'state' and 'param_groups', got {sorted(outline)[:4]}"
+        )
+    saved, own = outline["param_groups"], optimizer.param_groups
+    ids = [group["params"] for group in saved]
+    flat = [saved_id for group in ids for saved_id in group]
+    if flat and all(isinstance(saved_id, str) for saved_id in flat):
+        return match_by_name(ids, _names_in_model(model, optimizer, set(plain_names(flat))))
+    if all("param_names" in group for group in (*saved, *own)):
+        names = [[group["param_names"] for group in groups] for groups in (saved, own)]
+        return match_by_name(*names)
+    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
+    if sizes[0] != sizes[1]:
+        raise ValueError(
+            f"state['optimizer']: expected param_groups of {sizes[1]} parameters, got {sizes[0]}"
+        )
+    return [[(g, i) for i in range(size)] for g, size in enumerate(sizes[0])]
+
+
+def _names_in_model(
+    model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]
+) -> list[list[str]]:
+    """The model's names of the optimizer's parameters; of a tied one, the name that was saved."""
+    names: dict[int, list[str]] = {}
+    named = list(model.named_parameters(remove_duplicate=False))
+    for name, (_, parameter) in zip(plain_names([n for n, _ in named]), named, strict=True):
+        names.setdefault(id(parameter), []).append(name)
+    found: list[list[str]] = []
+    for g, group in enumerate(optimizer.param_groups):
+        found.append([])
+        for i, parameter in enumerate(group["params"]):
+            known = names.get(id(parameter))
+            if known is None:
+                raise ValueError(
+                    f"param group {g}, parameter {i} of shape {tuple(parameter.shape)} is not one "
+                    "of the model's; its state cannot be found by name"
+                )
+            found[-1].append(next((name for name in known if name in saved), known[0]))
+    return found
+
+
+def _receive_state(
+    value: Any, param: Tensor, own: Any, where: tuple[Any, ...], sender: _Sender
+) -> Any:
+    """A saved state, cut as the optimizer's own is, or else as its parameter; numbers and scalars
+    as they are."""
+    if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
+        if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
+            return value
+        whole = value.to(param._local_tensor.device)
+        return distribute_ragged(whole, param.device_mesh, param.placement)
+    if not isinstance(value, _Outline):
+        return value
+    # Such as the scales of 8-bit codes, whose shape is not the parameter's.
+    like = own if isinstance(own, Tensor) and own.dim() else param
+    if value.shape != tuple(like.shape):
+        path = "".join(f"[{key!r}]" for key in where)
+        raise ValueError(
+            f"state{path}: expected shape {tuple(like.shape)} of its "
+            f"{'parameter' if like is param else 'state'}, got {value.shape}"
+        )
+    if not isinstance(like, RaggedDTensor):
+        return sender.broadcast(where, value)
+    start, stop = like.bounds
+    piece = torch.empty(stop - start, dtype=value.dtype, device=like._local_tensor.device)
+    sender.scatter(where, value, like, piece)
+    return RaggedDTensor.from_local(piece, like.device_mesh, like.placement, like.shape)
+
+
+# -- transport -------------------------------------------------------------------------------------
+
+
+def _is_first(mesh: DeviceMesh) -> bool:
+    """Whether this is the rank of the mesh that has the state."""
+    return shard_rank(mesh) == 0 and replicate_rank(mesh) == 0
+
+
+def _groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The groups in which the rank 0 of each sends in turn, so that all ranks of the mesh receive.
+
+    The first replica first; a rank of another one takes part only in what that passes on.
+    """
+    shards, replicas = shard_group(mesh), replicate_group(mesh)
+    of_rank = [shards] if replicate_rank(mesh) == 0 else []
+    return of_rank if replicas is None else [*of_rank, replicas]
+
+
+class _Sender:
+    """Brings full tensors to all ranks, or takes them from where they are already.
+
+    Args:
+        source: The state, on ranks that have it.
+        mesh: Its rank 0 has the state; None if every rank has.
+    """
+
+    def __init__(self, source: Any, mesh: DeviceMesh | None) -> None:
+        self._source = source
+        self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
+
+    def _full(self, path: tuple[Any, ...]) -> Tensor | None:
+        """The tensor at `path` of the state; None on a rank that does not have it."""
+        if self._mesh is not None and not _is_first(self._mesh):
+            return None
+        value = self._source
+        for key in path:
+            value = value[key]
+        return cast(Tensor, value).detach()
+
+    def broadcast(self, path: tuple[Any, ...], outline: _Outline) -> Tensor:
+        """The full tensor, on every rank."""
+        full = self._full(path)
+        if self._mesh is None:
+            return cast(Tensor, full)
+        device = torch.device(self._mesh.device_type)
+        tensor = torch.empty(outline.shape, dtype=outline.dtype, device=device)
+        if full is not None:
+            tensor.copy_(full)
+        if tensor.numel():
+            flat = tensor.view(-1).view(torch.uint8)  # a backend need not know the dtype
+            for group in _groups_from_first(self._mesh):
+                dist.broadcast(flat, group=group, group_src=0)
+        return tensor
+
+    def scatter(
+        self, path: tuple[Any, ...], outline: _Outline, like: RaggedDTensor, out: Tensor
+    ) -> None:
+        """Fills `out`, (n_local,), with this rank's range of the full tensor.
+
+        Args:
+            path: Of the tensor in the state.
+            outline: Of the full tensor.
+            like: What is cut as the tensor shall be.
+            out: Of any floating dtype if the tensor has one, else of the tensor's.
+        """
+        full = self._full(path)
+        if self._mesh is None:
+            start, stop = like.bounds
+            out.copy_(cast(Tensor, full).reshape(-1)[start:stop])
+            return
+        device, width = torch.device(self._mesh.device_type), outline.dtype.itemsize
+        sizes = [(stop - start) * width for start, stop in like.placement.all_bounds(like.numel())]
+        if not sum(sizes):
+            return
+        direct = out.dtype == outline.dtype and out.device.type == device.type
+        received = out if direct else torch.empty(out.numel(), dtype=outline.dtype, device=device)
+        if replicate_rank(self._mesh) == 0:
+            sent = received.new_empty(0)
+            if full is not None:
+                sent = full.reshape(-1).contiguous().to(device)
+            nothing = [0] * len(sizes)
+            all_to_all(
+                received.view(torch.uint8),
+                sent.view(torch.uint8),
+                [sizes[shard_rank(self._mesh)], *nothing[1:]],
+                nothing if full is None else sizes,
+                shard_group(self._mesh),
+            )
+        if (replicas := replicate_group(self._mesh)) is not None and received.numel():
+            dist.broadcast(received.view(torch.uint8), group=replicas, group_src=0)
+        if not direct:
+            out.copy_(received)

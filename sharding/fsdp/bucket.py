@@ -1,0 +1,499 @@
+"""Bucket: the parameters that one `fully_shard` call moves together, and the verbs that move them.
+
+May touch: modules' parameter slots, a `Transport`, its `DistributedBuffer`s. Knows nothing of
+hooks, of other buckets or of autograd's order: `state.py` calls the verbs at the right moments.
+
+    unshard -> wait_for_unshard -> (compute) -> reshard
+    accumulate_grad (per parameter) -> reduce_grads -> average_replicas -> wait_for_reduce
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from enum import Enum, auto
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from sharding.fsdp.buffer import DistributedBuffer, Workspace
+from sharding.fsdp.gradient_slots import GradientSlots
+from sharding.fsdp.parameter import BucketParameter, check_converted_as_a_whole
+from sharding.fsdp.reduction import Reduction, Replicas
+from sharding.planning.negotiation import BucketPlan
+from sharding.planning.planner import ALIGN
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.axes import groups_of, replicate_group, shard_group
+from sharding.transport.collectives import GatherOrder, Pending, PendingMean, Transport, next_tag
+from sharding.transport.debug import announce
+
+# Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
+GATHERED = "_gathered_form_of"
+
+
+class ShardedState(Enum):
+    """Which parameters a bucket's modules hold."""
+
+    SHARDED = auto()  # sharded parameters registered, no unsharded memory
+    IN_FLIGHT = auto()  # sharded parameters registered, the gather is running
+    UNSHARDED = auto()  # unsharded parameters registered
+
+
+class Bucket:
+    """Flat buffers of one `fully_shard` call and their collectives.
+
+    Args:
+        plan: Where every parameter lies.
+        sites: For each parameter of the plan, the (module, name) pairs that hold it.
+        mesh: 1-D device mesh to shard over, or 2-D (replicate, shard).
+        mp_policy: torch's policy; reductions default to the compute dtype.
+        device: Where the shards live.
+    """
+
+    def __init__(
+        self,
+        plan: BucketPlan,
+        sites: Sequence[list[tuple[nn.Module, str]]],
+        *,
+        mesh: DeviceMesh,
+        mp_policy: MixedPrecisionPolicy,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.name = plan.name
+        self.mesh = mesh
+        self.groups = groups_of(mesh)  # all that the ranks of the mesh must agree over
+        self.transport = Transport(shard_group(mesh))
+        self._mp_policy = mp_policy
+        self.state = ShardedState.SHARDED
+        self.initial_values = ""  # checksums, in debug mode
+        self.unsharded_by_hand = False  # and not used in a forward since
+        self.requires_gradient_sync = True
+        self.reshard_after_backward = True
+        self.grad_arrived: Callable[[], None] | None = None  # called after every gradient
+        self.gather_order = GatherOrder()  # one for all buckets of a root
+        self.buffers = [
+            self._make_buffer(segment, getattr(torch, dtype), device)
+            for segment, dtype in enumerate(plan.dtypes)
+        ]
+        self._make_slots()
+        self._tag = next_tag(self.transport.group)
+        replicas = replicate_group(mesh)
+        self.replicas = None if replicas is None else Replicas(replicas, len(self._slots))
+        self.parameters = [
+            self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
+        ]
+        self._gather: Pending | None = None
+        self._members: list[list[int]] = [
+            [i for i, p in enumerate(self.parameters) if p.segment == segment]
+            for segment in range(len(self.buffers))
+        ]
+        self._trainable: set[int] = set()  # as of the last unshard
+        self._seen: set[int] = set()  # gradients since the last reduction
+        self._reduction: Reduction | None = None
+
+    def register(self) -> None:
+        """Gives the modules their sharded parameters."""
+        for parameter in self.parameters:
+            parameter.put(parameter.sharded)
+
+    def _make_buffer(
+        self, segment: int, dtype: torch.dtype, device: torch.device
+    ) -> DistributedBuffer:
+        policy = self._mp_policy
+        compute = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
+        reduce = (policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
+        return DistributedBuffer(
+            self.plan.segments[segment],
+            self.transport.rank,
+            dtype=dtype,
+            compute_dtype=compute,
+            reduce_dtype=reduce,
+            device=device,
+        )
+
+    def _make_slots(self) -> None:
+        self._slots = [GradientSlots(each, self.buffers) for each in self.plan.reductions]
+        self._slots_of = {segment: slots for slots in self._slots for segment in slots.segments}
+
+    def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
+        """Copies this rank's elements of one parameter and builds both of its forms."""
+        spec = self.plan.params[i]
+        segment, index = self.plan.location[i]
+        buffer = self.buffers[segment]
+        module, name = sites[0]
+        original = module._parameters[name]
+        if original is None:
+            raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
+        buffer.copy_from_full(index, original)
+        local = self.ragged(i, buffer.local_view(index))
+        sharded = cast(RaggedDTensor, nn.Parameter(local, requires_grad=original.requires_grad))
+        sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
+        return BucketParameter(spec.fqn, sites, segment, index, sharded, self._make_unsharded(i))
+
+    def _make_unsharded(self, i: int) -> nn.Parameter:
+        """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
+        segment, index = self.plan.location[i]
+        unsharded = self.buffers[segment].unsharded_parameter(index, self.plan.params[i].shape)
+        setattr(unsharded, GATHERED, self.plan.params[i].fqn)
+        if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
+            unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
+            unsharded.register_post_accumulate_grad_hook(partial(_accumulate, weakref.ref(self), i))
+            unsharded.requires_grad_(False)  # until it is unsharded
+        return unsharded
+
+    def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
+        """A RaggedDTensor of parameter `i`'s shape and layout over `local`."""
+        spec = self.plan.params[i]
+        segment, index = self.plan.location[i]
+        plan = self.plan.segments[segment]
+        granule = plan.tensors[index].granule
+        placement = RaggedShard.from_range(
+            len(spec.shape),
+            plan.tensors[index].numel,
+            plan.offsets[index],
+            plan.shard_numel,
+            plan.world_size,
+            granule.numel if granule.is_plain else ALIGN,  # all cuts are multiples of ALIGN
+        )
+        return RaggedDTensor.from_local(local, self.mesh, placement, spec.shape)
+
+    def describe(self) -> str:
+        """All that ranks must agree on before the first collective, as text."""
+        tags = [self._tag, *([] if self.replicas is None else self.replicas.tags)]
+        order = f"tags {tags}, in the order of the group's fully_shard calls"
+        return f"{self.plan.describe()}\n{order}\n{self.initial_values}"
+
+    # -- parameters -----------------------------------------------------------------------------
+
+    @property
+    def is_meta(self) -> bool:
+        """Whether the shards have no memory yet."""
+        return any(buffer.device.type == "meta" for buffer in self.buffers)
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Takes parameters that left the flat buffers back in, values and all.
+
+        Conversion (`module.to`), `to_empty`, `swap_tensors`, `load_state_dict(assign=True)` and
+        plain assignment give a module's parameter other memory or another object. The flat buffer
+        gets the values (and, where all of a segment changed, the new dtype or device), the
+        parameter that optimizers know keeps its identity and is a view of the buffer again.
+
+        Raises:
+            RuntimeError: A parameter was deleted, or some but not all of one dtype were converted.
+            ValueError: Another shape was assigned.
+        """
+        if self.state is not ShardedState.SHARDED:
+            raise RuntimeError(f"the parameters of bucket {self.name!r} changed while unsharded")
+        for parameter in self.parameters:
+            parameter.take_back()
+        for slots in self._slots:
+            members = [self.parameters[i] for s in slots.segments for i in self._members[s]]
+            check_converted_as_a_whole(members, self.name)
+        if any([self._adopt_segment(segment) for segment in range(len(self.buffers))]):
+            if self._seen:
+                raise RuntimeError(
+                    f"bucket {self.name!r} was converted while gradients wait for their reduction; "
+                    f"convert before backward, or after one that synchronises gradients"
+                )
+            self._make_slots()
+
+    def _adopt_segment(self, segment: int) -> bool:
+        """Whether the segment has another dtype or device than before."""
+        buffer, members = self.buffers[segment], self._members[segment]
+        kind = self.parameters[members[0]].kind
+        pieces = [self.parameters[i].local for i in members]
+        converted = kind != (buffer.dtype, buffer.device)
+        if converted:
+            buffer = self.buffers[segment] = self._make_buffer(segment, *kind)
+        for i, piece in zip(members, pieces, strict=True):
+            parameter = self.parameters[i]
+            view = buffer.local_view(parameter.index)
+            if piece.data_ptr() != view.data_ptr():
+                view.copy_(piece)
+            parameter.sharded._local_tensor = view
+            if converted:
+                parameter.unsharded = self._make_unsharded(i)
+                parameter.sharded_grad = None
+        return converted
+
+    def _has_moved(self) -> bool:
+        """Whether some parameter is another object or lies elsewhere than this bucket left it."""
+        for parameter in self.parameters:
+            if not parameter.is_held:
+                return True
+            # Empty pieces have no address: their dtype and device tell, so that ranks agree.
+            buffer = self.buffers[parameter.segment]
+            if parameter.local.data_ptr() != buffer.local_pointers[parameter.index]:
+                return True
+            if parameter.kind != (buffer.dtype, buffer.device):
+                return True
+        return False
+
+    @torch.no_grad()
+    def unshard(self) -> None:
+        """Starts the gather of this bucket, unless it runs or is done.
+
+        Raises:
+            RuntimeError: The parameters are on the meta device.
+        """
+        if self.state is not ShardedState.SHARDED:
+            return
+        if self._has_moved():
+            self.adopt()
+        if self.is_meta:
+            raise RuntimeError(
+                f"parameters {[p.fqn for p in self.parameters]} are on the meta device; call "
+                f"module.to_empty(device=...) and initialise them, or load a checkpoint"
+            )
+        announce(f"gather of bucket {self.name!r}", self.groups)
+        self.gather_order.record(self._tag)
+        unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
+        self._gather = self.transport.all_gather_(unsharded, self._tag)
+        self.state = ShardedState.IN_FLIGHT
+
+    def wait_for_unshard(self) -> None:
+        """Completes the gather and registers the unsharded parameters."""
+        self.unshard()
+        if self.state is ShardedState.UNSHARDED:
+            return
+        self._finish_gather()
+        self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
+        for i, parameter in enumerate(self.parameters):
+            parameter.unsharded.requires_grad_(i in self._trainable)
+            parameter.put(parameter.unsharded)
+        self.state = ShardedState.UNSHARDED
+
+    def reshard(self) -> None:
+        """Registers the sharded parameters and frees the unsharded memory."""
+        self.unsharded_by_hand = False
+        if self.state is ShardedState.SHARDED:
+            return
+        self._finish_gather()
+        if self.state is ShardedState.UNSHARDED:
+            self._keep_requires_grad()
+        self.register()
+        for buffer in self.buffers:
+            buffer.free_unsharded()
+        self.state = ShardedState.SHARDED
+
+    def _keep_requires_grad(self) -> None:
+        """Takes over `requires_grad` where it was changed on the gathered form."""
+        for i, parameter in enumerate(self.parameters):
+            if parameter.unsharded.requires_grad != (i in self._trainable):
+                parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+
+    def _finish_gather(self) -> None:
+        gather, self._gather = self._gather, None
+        if gather is not None:
+            gather.wait(f"the gather of bucket {self.name!r}")
+
+    # -- gradients ------------------------------------------------------------------------------
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether any parameter of the bucket is trainable."""
+        return bool(self._trainable)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a gradient arrived that no reduction has taken yet."""
+        return bool(self._seen)
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether gradients that were summed within a replica wait for the others."""
+        return self.replicas is not None and self.replicas.keeps_sums
+
+    def begin_backward(self) -> None:
+        """Checks what the reduction will add to.
+
+        Raises:
+            TypeError: A gradient that the user set is not laid out as its parameter.
+        """
+        for parameter in self.parameters:
+            parameter.check_user_grad()
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clears the sharded gradients, which users see; not what waits for a reduction."""
+        for parameter in self.parameters:
+            if set_to_none:
+                parameter.sharded.grad = None
+            elif parameter.sharded.grad is not None:
+                parameter.sharded.grad.zero_()
+
+    def drop_gradients(self) -> None:
+        """Discards gradients that no reduction has delivered yet."""
+        if self._reduction is not None:
+            self._reduction.drop(self.workspace, self._what)
+            self._reduction = None
+        if self.replicas is not None:
+            self.replicas.drop()
+        for parameter in self.parameters:
+            parameter.unsharded.grad = None
+        for slots in self._slots:
+            self.workspace.give_back(slots.release())
+        self._seen.clear()
+
+    def set_workspace(self, workspace: Workspace) -> None:
+        """The scratch memory that all buckets of one model borrow from."""
+        self.workspace = workspace
+
+    @torch.no_grad()
+    def accumulate_grad(self, i: int) -> None:
+        """Moves an unsharded gradient into the slots; runs when autograd has accumulated it.
+
+        The gradient is copied out and freed at once, cast to the reduce dtype: one read and one
+        write, where a preset `.grad` view would be cleared, read and written again.
+
+        Raises:
+            NotImplementedError: The gradient is sparse, or has a graph of its own.
+        """
+        parameter = self.parameters[i]
+        grad, parameter.unsharded.grad = parameter.unsharded.grad, None
+        if grad is None:
+            return
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{parameter.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
+                f"sharded: build the module with sparse=False"
+            )
+        if grad.requires_grad:
+            raise NotImplementedError(
+                f"{parameter.fqn} got a gradient with a graph, which averaging it over ranks would "
+                f"drop: call backward() without create_graph; for penalties on gradients of inputs "
+                f"use torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+        buffer = self.buffers[parameter.segment]
+        if buffer.grad_slots is None:
+            self._slots_of[parameter.segment].borrow(self.workspace)
+        buffer.write_grad(parameter.index, grad, accumulate=i in self._seen)
+        self._seen.add(i)
+        if self.grad_arrived is not None:
+            self.grad_arrived()
+
+    @torch.no_grad()
+    def reduce_grads(self, order: int) -> None:
+        """Starts the average of all gradients of the bucket, zeros for those that are missing.
+
+        Args:
+            order: What `gather_order` was when this backward began.
+
+        The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
+        leave the others waiting (pytorch#158719).
+        """
+        if self._reduction is not None:
+            raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
+        announce(f"reduction of bucket {self.name!r}", self.groups)
+        means: list[PendingMean | None] = []
+        for slots in self._slots:
+            if all(self._trainable.isdisjoint(self._members[each]) for each in slots.segments):
+                means.append(None)
+                continue
+            slots.borrow(self.workspace)
+            for segment in slots.segments:
+                members = self._members[segment]
+                seen = {self.parameters[i].index for i in members if i in self._seen}
+                self.buffers[segment].complete_slots(seen, order)
+            means.append(slots.reduce(self.transport, self.workspace))
+        borrowed = [slots.release() for slots in self._slots]
+        self._reduction = Reduction(
+            means, borrowed, self._seen, order, is_first_step=self.replicas is not None
+        )
+        self._seen = set()
+
+    @torch.no_grad()
+    def average_replicas(self) -> None:
+        """Goes on to the second step of a reduction over a 2-D mesh; see reduction.py."""
+        if self._reduction is None or self.replicas is None or not self._reduction.is_first_step:
+            return
+        step = "average over" if self.replicas.requires_all_reduce else "sum within"
+        announce(f"{step} replicas of bucket {self.name!r}", self.groups)
+        self.replicas.average(self._reduction, self.workspace, self._what)
+
+    @property
+    def _what(self) -> str:
+        return f"the reduction of bucket {self.name!r}"
+
+    @torch.no_grad()
+    def wait_for_reduce(self) -> None:
+        """Completes the average and sets (or adds to) the sharded gradients."""
+        self.average_replicas()
+        if self._reduction is None:
+            return
+        reduction, self._reduction = self._reduction, None
+        for slots, mean in zip(self._slots, reduction.means, strict=True):
+            if mean is not None:
+                mean.wait(self._what)
+                for segment, first in zip(slots.segments, slots.first_columns, strict=False):
+                    self._write_sharded_grads(segment, mean, first, reduction)
+        for borrowed in reduction.borrowed:
+            self.workspace.give_back(borrowed)
+
+    def _write_sharded_grads(
+        self, segment: int, mean: PendingMean, first: int, reduction: Reduction
+    ) -> None:
+        buffer = self.buffers[segment]
+        members = self._members[segment]
+        present = [i for i in members if self.parameters[i].sharded.grad is not None]
+        reduced = buffer.reduced()
+        if present:
+            self._prepare_accumulation(buffer, members)
+        mean.write_into(reduced, first, accumulate=bool(present))
+        buffer.zero_grad_padding()
+        if buffer.device.type == "cpu" and buffer.read_order() != reduction.order:
+            raise RuntimeError(
+                f"ranks gathered buckets in different orders before {self._what}, so they computed "
+                f"with each other's parameters; every rank must run the same modules in the same "
+                f"order (VFSDP_DEBUG=1 names the first difference)"
+            )
+        for i in members:
+            parameter = self.parameters[i]
+            if not parameter.sharded.requires_grad:
+                continue
+            # Only a rank that saw no gradient reads the flags: no host sync in the usual step.
+            if i in reduction.seen or i in present or buffer.any_rank_saw(parameter.index):
+                parameter.sharded.grad = self._sharded_grad(i)
+                for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
+                    hook(parameter.sharded)
+
+    def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
+        """Makes the flat gradient hold exactly the gradients that the user sees."""
+        buffer.clear_order()
+        for i in members:
+            parameter = self.parameters[i]
+            view = buffer.local_grad_view(parameter.index)
+            grad = parameter.sharded.grad
+            if grad is None:
+                view.zero_()
+                buffer.clear_flag(parameter.index)
+            elif grad is not parameter.sharded_grad:  # set by the user
+                view.copy_(cast(RaggedDTensor, grad).to_local())
+
+    def _sharded_grad(self, i: int) -> RaggedDTensor:
+        parameter = self.parameters[i]
+        if parameter.sharded_grad is None:
+            buffer = self.buffers[parameter.segment]
+            # The placement of the parameter itself: optimizers find them equal at once.
+            sharded, view = parameter.sharded, buffer.local_grad_view(parameter.index)
+            parameter.sharded_grad = RaggedDTensor.from_local(
+                view, self.mesh, sharded.placement, sharded.shape
+            )
+        return parameter.sharded_grad
+
+
+def _accumulate(bucket: weakref.ref[Bucket], i: int, _: Tensor) -> None:
+    """The hook on an unsharded parameter.
+
+    Garbage collection does not see through it: a strong reference would keep the model, its memory
+    and its process group for ever.
+    """
+    alive = bucket()
+    if alive is not None:
+        alive.accumulate_grad(i)

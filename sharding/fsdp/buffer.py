@@ -1,0 +1,294 @@
+"""DistributedBuffer: the flat memory of one segment of a bucket, and the views of it.
+
+May touch: tensors. Communicates nothing and decides nothing: a `SegmentPlan` says where everything
+lies, a `Bucket` says when.
+
+[Note: buffer lifetimes]
+A segment has up to four flat tensors:
+
+    shard       (S,)        parameter dtype  lives as long as the bucket; the sharded parameters
+                                             and the optimizer work on views of it
+    shard_grad  (S + F,)    parameter dtype  from the first reduction on; sharded `.grad`s are
+                                             views of it
+    unsharded   (W * S,)    compute dtype    storage exists between unshard and reshard
+    grad slots  (W, S + F)  reduce dtype     columns of a tensor that `GradientSlots` borrows from
+                                             the `Workspace` from the first gradient of a backward
+                                             until its reduction has finished
+
+F elements at the end of each gradient slot hold the seen-flags, 1 where this rank saw a gradient of
+the parameter, and a number that tells in which order this rank gathered buckets. They travel and
+are averaged with the gradients, so that afterwards every rank can tell "zero" from "no rank had
+one", and that ranks agree, without a collective of its own.
+
+`unsharded` keeps one Storage for ever and only resizes it: tensors that autograd saved (a weight,
+its transpose) alias that Storage, and find the values again after the next unshard.
+Unsharded parameters are made from `.data` views, so that each has its own version counter and the
+gather does not look like an in-place change to autograd.
+
+Padding is zero in `shard` and `shard_grad` at rest. In the other two it is never read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from sharding.planning.planner import SegmentPlan
+
+FLAG_ALIGN = 16  # slots stay 16-byte aligned in every dtype
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPiece:
+    """Where a run of a tensor's elements lies in the (W, slot) gradient buffer."""
+
+    row: int  # first rank's slot
+    rows: int  # how many slots it spans, `width` elements in each
+    column: int
+    width: int
+    source: int  # first element in the flattened tensor
+
+
+def slot_pieces(offset: int, numel: int, shard_numel: int) -> tuple[SlotPiece, ...]:
+    """Cuts [offset, offset + numel) at multiples of `shard_numel` into at most 3 rectangles.
+
+    >>> slot_pieces(offset=6, numel=14, shard_numel=8)
+    (SlotPiece(row=0, rows=1, column=6, width=2, source=0), SlotPiece(row=1, rows=1, column=0, \
+width=8, source=2), SlotPiece(row=2, rows=1, column=0, width=4, source=10))
+    """
+    pieces = []
+    row, column = divmod(offset, shard_numel)
+    done = 0
+    if column or numel < shard_numel:  # head
+        width = min(numel, shard_numel - column)
+        if width:
+            pieces.append(SlotPiece(row, 1, column, width, 0))
+        done, row = width, row + 1
+    whole = (numel - done) // shard_numel
+    if whole:
+        pieces.append(SlotPiece(row, whole, 0, shard_numel, done))
+        done, row = done + whole * shard_numel, row + whole
+    if done < numel:
+        pieces.append(SlotPiece(row, 1, 0, numel - done, done))
+    return tuple(pieces)
+
+
+class Workspace:
+    """Flat scratch tensors that buckets borrow in turn, kept for the next borrower.
+
+    The reductions of a step need a few of them at a time, whatever the number of buckets. Reuse
+    saves the page faults of fresh allocations on CPU and keeps the peak the same every step.
+    """
+
+    # Two buckets that fill, two reductions in flight with one or two receive buffers each.
+    MAX_KEPT = 8
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []  # least recently used first
+
+    def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A tensor of `numel` to `2 * numel` elements, uninitialised; see `give_back`."""
+        fitting = [
+            (tensor.numel(), i)
+            for i, tensor in enumerate(self._free)
+            if numel <= tensor.numel() <= 2 * numel
+            and (tensor.dtype, tensor.device) == (dtype, device)
+        ]
+        if fitting:
+            return self._free.pop(min(fitting)[1])
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        """Makes borrowed tensors available again, and drops those that nobody asked for long."""
+        self._free.extend(tensors)
+        del self._free[: max(0, len(self._free) - self.MAX_KEPT)]
+
+
+class DistributedBuffer:
+    """The flat tensors of one segment. See [Note: buffer lifetimes]."""
+
+    def __init__(
+        self,
+        plan: SegmentPlan,
+        rank: int,
+        *,
+        dtype: torch.dtype,
+        compute_dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.dtype = dtype
+        self.compute_dtype = compute_dtype
+        self.reduce_dtype = reduce_dtype
+        self.device = device
+        count = len(plan.tensors)
+        self.flag_numel = -(-(count + 1) // FLAG_ALIGN) * FLAG_ALIGN
+        self.slot_numel = plan.shard_numel + self.flag_numel
+        self.shard = torch.zeros(plan.shard_numel, dtype=dtype, device=device)  # (S,)
+        self.shard_grad: Tensor | None = None  # (S + F,)
+        self.unsharded = torch.empty(
+            plan.world_size * plan.shard_numel, dtype=compute_dtype, device=device
+        )  # (W * S,)
+        self.free_unsharded()
+        self.grad_slots: Tensor | None = None  # (W, S + F), columns of `GradientSlots`
+        self._pieces = [
+            slot_pieces(plan.offsets[i], plan.tensors[i].numel, plan.shard_numel)
+            for i in range(count)
+        ]
+        self.local_ranges = [self._local_range(i) for i in range(count)]
+        self.local_pointers = [self.local_view(i).data_ptr() for i in range(count)]
+        self._gaps = self._local_gaps()
+
+    # -- parameters ---------------------------------------------------------------------------
+
+    def _local_range(self, index: int) -> tuple[int, int]:
+        """Where tensor `index` lies in this rank's shard; (0, 0) if it has no element here."""
+        size, offset = self.plan.shard_numel, self.plan.offsets[index]
+        low = max(0, offset - self.rank * size)
+        high = min(size, offset + self.plan.tensors[index].numel - self.rank * size)
+        return (low, high) if low < high else (0, 0)
+
+    def _local_gaps(self) -> list[tuple[int, int]]:
+        """The padding of this rank's shard."""
+        gaps, end = [], 0
+        for low, high in sorted(r for r in self.local_ranges if r[0] < r[1]):
+            if low > end:
+                gaps.append((end, low))
+            end = high
+        if end < self.plan.shard_numel:
+            gaps.append((end, self.plan.shard_numel))
+        return gaps
+
+    def local_view(self, index: int) -> Tensor:
+        """(n_local,), this rank's elements of tensor `index` in the shard."""
+        low, high = self.local_ranges[index]
+        return self.shard[low:high]
+
+    def local_grad_view(self, index: int) -> Tensor:
+        """(n_local,), this rank's elements of the averaged gradient of tensor `index`."""
+        low, high = self.local_ranges[index]
+        return self.reduced()[low:high]
+
+    def copy_from_full(self, index: int, full: Tensor) -> None:
+        """Copies this rank's elements of a full tensor into the shard; none of a meta tensor."""
+        low, high = self.local_ranges[index]
+        if low < high and full.device.type != "meta":
+            first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
+            self.shard[low:high].copy_(full.detach().reshape(-1)[first : first + high - low])
+
+    def unsharded_parameter(self, index: int, shape: Sequence[int]) -> nn.Parameter:
+        """A parameter of the given shape that aliases the gathered buffer."""
+        offset, numel = self.plan.offsets[index], self.plan.tensors[index].numel
+        nbytes = self.unsharded.numel() * self.unsharded.element_size()
+        freed = self.unsharded.untyped_storage().size() == 0
+        if freed:  # a view needs its storage to exist
+            self.unsharded.untyped_storage().resize_(nbytes)
+        view = self.unsharded[offset : offset + numel].view(torch.Size(shape))
+        parameter = nn.Parameter(view.data, requires_grad=False)
+        if freed:
+            self.free_unsharded()
+        return parameter
+
+    def allocate_unsharded(self) -> Tensor:
+        """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
+        nbytes = self.unsharded.numel() * self.unsharded.element_size()
+        self.unsharded.untyped_storage().resize_(nbytes)
+        size = self.plan.shard_numel
+        self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
+        return self.unsharded
+
+    def free_unsharded(self) -> None:
+        """Frees the memory of `unsharded`; the Storage object stays."""
+        self.unsharded.untyped_storage().resize_(0)
+
+    # -- gradients ----------------------------------------------------------------------------
+
+    def take_grad_slots(self, slots: Tensor) -> None:
+        """Takes (W, S + F) columns for this rank's addends, and clears the flags."""
+        self.grad_slots = slots
+        self.grad_slots[:, self.plan.shard_numel :].zero_()
+
+    def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
+        """Copies (or adds) a full gradient into the slots, cast to the reduce dtype."""
+        flat = grad.reshape(-1)
+        for target, source in self._slot_views(index, flat):
+            if accumulate:
+                target.add_(source)
+            else:
+                target.copy_(source)
+
+    def complete_slots(self, seen: Collection[int], order: int) -> None:
+        """Writes what gradients did not: zeros, seen-flags, the order.
+
+        Args:
+            seen: Tensors that got a gradient; the others add zeros.
+            order: A number that must be the same on all ranks; see `read_order`.
+        """
+        size, count = self.plan.shard_numel, len(self.plan.tensors)
+        for index in range(count):
+            if index not in seen:
+                for target, _ in self._slot_views(index, None):
+                    target.zero_()
+        slots = self._slots()
+        if len(seen) == count:  # the usual case, one write
+            slots[:, size : size + count].fill_(1)
+        else:
+            for index in seen:
+                slots[:, size + index].fill_(1)
+        slots[:, self._order_column].fill_(order)
+
+    def clear_order(self) -> None:
+        """Makes room for the next order where gradients are accumulated."""
+        self.reduced()[self._order_column].zero_()
+
+    def read_order(self) -> float:
+        """The average of the `order` of all ranks' slots; reads the device."""
+        return float(self.reduced()[self._order_column])
+
+    @property
+    def _order_column(self) -> int:
+        return self.plan.shard_numel + len(self.plan.tensors)
+
+    def _slots(self) -> Tensor:
+        if self.grad_slots is None:
+            raise RuntimeError("a gradient arrived before the gradient slots exist")
+        return self.grad_slots
+
+    def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
+        slots = self._slots()
+        views = []
+        for piece in self._pieces[index]:
+            target = slots[
+                piece.row : piece.row + piece.rows, piece.column : piece.column + piece.width
+            ]
+            source = target
+            if flat is not None:
+                end = piece.source + piece.rows * piece.width
+                source = flat[piece.source : end].view(piece.rows, piece.width)
+            views.append((target, source))
+        return views
+
+    def reduced(self) -> Tensor:
+        """(S + F,), the averaged gradients of this rank and the averaged seen-flags."""
+        if self.shard_grad is None:
+            self.shard_grad = torch.zeros(self.slot_numel, dtype=self.dtype, device=self.device)
+        return self.shard_grad
+
+    def any_rank_saw(self, index: int) -> bool:
+        """Whether some rank had a gradient of tensor `index`; reads the device."""
+        return bool(self.reduced()[self.plan.shard_numel + index] > 0)
+
+    def clear_flag(self, index: int) -> None:
+        """Forgets that some rank once saw a gradient of tensor `index`."""
+        self.reduced()[self.plan.shard_numel + index].zero_()
+
+    def zero_grad_padding(self) -> None:
+        """Restores the zeros between tensors after a reduction carried scratch values there."""
+        grad = self.reduced()
+        for low, high in self._gaps:
+            grad[low:high].zero_()

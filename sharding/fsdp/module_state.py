@@ -1,0 +1,327 @@
+"""ModuleState: the hooks that move one bucket through forward and backward.
+
+May touch: module hooks, tensor hooks, its bucket. What concerns several buckets is in `root.py`.
+
+[Note: when unsharded memory is freed]
+That all gradients of the bucket have arrived is not enough: a node that still needs a weight may
+run later. The memory is freed once the gradients of the module's inputs are known (which also lets
+its reduction start, see [Note: order of collectives] in root.py), or at the end of backward. A
+backward that creates a graph (gradients of inputs, for a penalty on them)
+frees nothing: the backward of its graph needs the weights before any hook of a module runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+
+from sharding.checkpoint.load_checks import LoadCheck
+from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.root import RootContext
+from sharding.planning.structure import DeclaresStructure
+
+
+class _InputGradients(torch.autograd.Function):
+    """Identity whose backward tells that the gradients of a module's inputs are known."""
+
+    @staticmethod
+    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.done = done
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.done()
+        return (None, *grads)
+
+
+class ModuleState:
+    """The hooks of one `fully_shard` call.
+
+    Args:
+        modules: The modules of the call; a list when it was given one.
+        bucket: Their bucket, or `None` if no parameter is left for this call.
+        mp_policy: Casts inputs and outputs.
+        reshard_after_forward: `None` means yes, but not for the root and the last bucket.
+        optimizer: What `fully_shard` was given, until the root has checked it.
+        ignored: Parameters that `fully_shard` was told to leave alone.
+    """
+
+    def __init__(
+        self,
+        modules: Sequence[nn.Module],
+        bucket: Bucket | None,
+        *,
+        mp_policy: MixedPrecisionPolicy,
+        reshard_after_forward: bool | None,
+        optimizer: DeclaresStructure | None = None,
+        ignored: Collection[nn.Parameter] = (),
+    ) -> None:
+        self.modules = tuple(modules)
+        self.optimizer = optimizer
+        self.ignored = ignored
+        self.bucket = bucket
+        self.mp_policy = mp_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.context: RootContext | None = None
+        self.forward_prefetch: list[ModuleState] = []
+        self.backward_prefetch: list[ModuleState] = []
+        self.in_backward = False
+        self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
+        self._calls = 0  # whose inputs still get their gradients in this backward
+        for module in modules:
+            module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
+            # Always: a forward that raises must not leave old weights gathered for the next one.
+            module.register_forward_hook(self._post_forward, always_call=True)
+            check = LoadCheck(lambda module=module: _reshard_below(module))  # type: ignore[misc]
+            module.register_load_state_dict_pre_hook(check)
+            if bucket is not None:
+                module.register_state_dict_pre_hook(lambda *_: bucket.reshard())
+                module.register_load_state_dict_post_hook(lambda *_: bucket.adopt())
+
+    # -- root -----------------------------------------------------------------------------------
+
+    def lazy_init(self) -> RootContext:
+        """Finds all states below this one and makes it their root, at the first forward.
+
+        Modules below that ran by themselves before, each as a root of its own, join it.
+
+        Raises:
+            RuntimeError: A module below belongs to another root, or what ranks must agree on
+                differs; nothing has changed then.
+        """
+        if self.context is not None:
+            return self.context
+        if len(self.modules) > 1:
+            raise RuntimeError(
+                f"the first fully sharded module to run must be a single root, got the group "
+                f"{[type(m).__name__ for m in self.modules]}: call fully_shard on the model that "
+                f"holds them"
+            )
+        below = self._states_below()
+        earlier = {name: state.context for name, state in below.items()}
+        for name, former in earlier.items():
+            if former is not None and former.root not in below.values():
+                raise RuntimeError(
+                    f"{name} is below {type(former.root.modules[0]).__name__}, which is a root "
+                    f"already; two roots cannot share a module: call fully_shard on what holds both"
+                )
+        context = RootContext(self)
+        for name, state in below.items():
+            state.join(context, name)
+        try:
+            context.check()
+        except Exception:
+            for name, state in below.items():
+                state.context = earlier[name]
+            raise
+        for former in earlier.values():
+            if former is not None:
+                context.absorb(former)
+        return context
+
+    def _states_below(self) -> dict[str, ModuleState]:
+        """This state and all below it, by the name of their first module; parents first."""
+        states: dict[ModuleState, str] = {}
+        for name, module in self.modules[0].named_modules():
+            if (state := state_of(module)) is not None:
+                states.setdefault(state, name)
+        return {name: state for state, name in states.items()}
+
+    def join(self, context: RootContext, name: str) -> None:
+        """Becomes one of the states of a root."""
+        self.context = context
+        context.states.append(self)
+        if self.bucket is not None:
+            self.bucket.name = name
+            self.bucket.set_workspace(context.workspace)
+            # The graph of a backward may reach parameters before any module's hook.
+            self.bucket.grad_arrived = context.begin_backward
+            self.bucket.gather_order = context.gather_order
+
+    # -- forward --------------------------------------------------------------------------------
+
+    @torch._dynamo.disable
+    def _pre_forward(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        context = self.lazy_init()
+        recompute = context.in_backward  # activation checkpointing runs forward inside backward
+        if not recompute:
+            if context.root is self:
+                context.begin_forward()
+            elif self.bucket is not None and not self._running:
+                context.begin_call(self.bucket)
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.bucket is None:
+            return args, kwargs
+        is_first = not self._running
+        if is_first:
+            self._running = set(self.modules)
+        self.bucket.unshard()
+        if not recompute:  # the next gather is posted before this one is waited for
+            context.entered(self.bucket)
+            for state in self.forward_prefetch:
+                if state.bucket is not None:
+                    state.bucket.unshard()
+        self.bucket.wait_for_unshard()
+        # Backward leaves the modules of a call in reverse order: the first one's inputs end it.
+        return self._watch_inputs(args, kwargs) if is_first else (args, kwargs)
+
+    def begin_forward(self) -> None:
+        """Forgets modules that were still to run in the last forward."""
+        self._running.clear()
+
+    @torch._dynamo.disable
+    def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if self.context is None:  # the root was refused before forward began
+            return output
+        context = self.context
+        self._running.discard(module)
+        watched = self._watch_outputs(output)
+        if self.bucket is not None and not self._running and not self.in_backward and watched:
+            if context.in_backward or self._frees_after_forward(self.bucket, context):
+                self.bucket.reshard()
+        if context.root is self and not context.in_backward:
+            context.end_forward()
+        if self.mp_policy.output_dtype is not None:
+            output = _cast(output, self.mp_policy.output_dtype)
+        return output
+
+    def _frees_after_forward(self, bucket: Bucket, context: RootContext) -> bool:
+        """By default what backward needs first stays: it would be gathered again at once."""
+        if context.keeps_weights:
+            return False
+        if self.reshard_after_forward is None:
+            first_in_backward = context.root is self or context.is_last(bucket)
+            return not (torch.is_grad_enabled() and first_in_backward)
+        return self.reshard_after_forward
+
+    def _cast_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        dtype = self.mp_policy.param_dtype
+        if dtype is None or not self.mp_policy.cast_forward_inputs:
+            return args, kwargs
+        return _cast((args, kwargs), dtype)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def _watch_inputs(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Has `_after_backward` called when the gradients of all inputs are known."""
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+        if not tensors:
+            return args, kwargs
+        self._calls += 1
+        watched = _InputGradients.apply(self._after_backward, *tensors.values())
+        for i, tensor in zip(tensors, watched, strict=True):
+            leaves[i] = tensor
+        return tree_unflatten(leaves, spec)
+
+    def _watch_outputs(self, output: Any) -> bool:
+        """Has `_before_backward` called when the first gradient of an output arrives.
+
+        Returns:
+            Whether that comes in time. Not so where an object of an unknown class may hide tensors,
+            or where the output is a weight itself: those that are gathered must then stay until the
+            end of backward, which the first gradient of a parameter announces.
+        """
+        if not torch.is_grad_enabled():
+            return True
+        leaves = list(_leaves(output))
+        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        for tensor in trained:
+            if tensor.is_leaf:
+                return False
+            tensor.register_hook(self._before_backward)
+        return bool(trained) or all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+
+    @torch._dynamo.disable
+    def _before_backward(self, grad: Tensor) -> Tensor:
+        context = self.lazy_init()
+        context.begin_backward()
+        context.creates_graph |= torch.is_grad_enabled()
+        self.in_backward = True
+        if self.bucket is not None:
+            self.bucket.unshard()
+            context.backward_reached(self.bucket)
+            for state in self.backward_prefetch:
+                if state.bucket is not None:
+                    state.bucket.unshard()
+            self.bucket.wait_for_unshard()
+        return grad
+
+    def reset(self) -> None:
+        """Forgets an iteration that an exception ended."""
+        self.end_backward()
+        self._running.clear()
+        if self.bucket is not None:
+            self.bucket.drop_gradients()
+            self.bucket.reshard()
+
+    def _after_backward(self) -> None:
+        """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
+        self.in_backward = False
+        self._calls -= 1
+        if self.bucket is None:
+            return
+        context = self.lazy_init()
+        if self.bucket.reshard_after_backward and not context.keeps_weights:
+            self.bucket.reshard()
+        if self._calls <= 0:
+            context.left_backward(self.bucket)
+
+    def end_backward(self) -> None:
+        """Forgets which calls of this backward are still open."""
+        self.in_backward = False
+        self._calls = 0
+
+
+_STATE = "_fully_shard_state"
+
+
+def attach_state(module: nn.Module, state: ModuleState) -> None:
+    """Remembers the state on its module, out of the way of nn.Module's registries."""
+    module.__dict__[_STATE] = state
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state of the `fully_shard` call that was given this module, if any."""
+    return module.__dict__.get(_STATE)
+
+
+def _reshard_below(module: nn.Module) -> None:
+    for part in module.modules():
+        state = state_of(part)
+        if state is not None and state.bucket is not None:
+            state.bucket.reshard()
+
+
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """The leaves of a pytree, and of the dataclasses in it."""
+    for leaf in tree_flatten(tree)[0]:
+        if is_dataclass(leaf) and not isinstance(leaf, type):
+            yield from _leaves([getattr(leaf, field.name) for field in fields(leaf)])
+        else:
+            yield leaf
+
+
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
+    def cast(x: Tensor) -> Tensor:
+        return x.to(dtype) if x.is_floating_point() else x
+
+    return tree_map_only(Tensor, cast, tree)

@@ -1,0 +1,114 @@
+"""BucketParameter: one parameter of a bucket, its two forms, and the modules that hold it.
+
+May touch: modules' parameter slots, the sharded form. Communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from sharding.tensor.ragged_tensor import RaggedDTensor
+
+
+@dataclass(slots=True)
+class BucketParameter:
+    """One parameter: where modules hold it, and its sharded and unsharded forms."""
+
+    fqn: str
+    sites: list[tuple[nn.Module, str]]  # several when tied
+    segment: int
+    index: int  # in the segment
+    sharded: RaggedDTensor  # an nn.Parameter, over the shard
+    unsharded: nn.Parameter  # view of the gathered buffer
+    sharded_grad: RaggedDTensor | None = None  # made once, over the averaged gradient
+
+    @property
+    def local(self) -> Tensor:
+        """(n_local,), where the sharded parameter keeps its elements."""
+        return self.sharded._local_tensor
+
+    @property
+    def kind(self) -> tuple[torch.dtype, torch.device]:
+        """Dtype and device of the sharded parameter."""
+        return self.local.dtype, self.local.device
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all its modules hold the sharded parameter."""
+        return all(module._parameters.get(name) is self.sharded for module, name in self.sites)
+
+    def put(self, form: Tensor) -> None:
+        """Has its modules hold this form."""
+        for module, name in self.sites:
+            _put(module, name, form)
+
+    def check_user_grad(self) -> None:
+        """Raises for a gradient that cannot be added to, before any rank waits for another."""
+        grad, sharded = self.sharded.grad, self.sharded
+        if grad is None or grad is self.sharded_grad:
+            return
+        if not isinstance(grad, RaggedDTensor) or grad.placements != sharded.placements:
+            raise TypeError(
+                f"{self.fqn}.grad was set to a {type(grad).__name__} of shape "
+                f"{tuple(grad.shape)} in {getattr(grad, 'placements', None)!r}; expected one "
+                f"laid out as its parameter: p.grad = torch.zeros_like(p); p.grad.copy_(full)"
+            )
+
+    def take_back(self) -> None:
+        """Copies what a module was assigned into the sharded parameter, and puts that back."""
+        for module, name in self.sites:
+            held = module._parameters.get(name)
+            if held is self.sharded:
+                continue
+            if held is None:
+                raise RuntimeError(f"{self.fqn} was deleted from its fully sharded module")
+            if held.shape != self.sharded.shape:
+                raise ValueError(
+                    f"{self.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
+                    f"the sharded layout is {tuple(self.sharded.shape)}"
+                )
+            if self.sharded.is_meta:
+                _materialise(self.sharded, held)
+            else:
+                self.sharded.copy_(held.detach())
+            self.sharded.requires_grad_(held.requires_grad)
+            _put(module, name, self.sharded)
+
+
+def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    if type(module).__setattr__ is nn.Module.__setattr__:
+        module._parameters[name] = cast(nn.Parameter, tensor)
+    else:  # such as nn.LSTM's, which notes its weights in a list of its own too
+        setattr(module, name, tensor)
+
+
+def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
+    """Gives a parameter on meta memory with its own range of `held`; the object stays the same."""
+    mesh = sharded.device_mesh
+    device = held.device if held.is_meta else torch.device(mesh.device_type)
+    piece = torch.empty_like(sharded._local_tensor, dtype=held.dtype, device=device)
+    local = RaggedDTensor.from_local(piece, mesh, sharded.placement, sharded.shape)
+    local.copy_(held.detach())
+    torch.utils.swap_tensors(sharded, nn.Parameter(local, requires_grad=sharded.requires_grad))
+
+
+def check_converted_as_a_whole(parameters: Sequence[BucketParameter], bucket: str) -> None:
+    """Proves that parameters which were of one dtype and device still are.
+
+    Raises:
+        RuntimeError: They are not; names the bucket and a parameter of each kind.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], str] = {}
+    for parameter in parameters:
+        kinds.setdefault(parameter.kind, parameter.fqn)
+    if len(kinds) > 1:
+        names = {f"{dtype} on {device}": fqn for (dtype, device), fqn in kinds.items()}
+        raise RuntimeError(
+            f"parameters of bucket {bucket!r} that were of one dtype and device are not any more: "
+            f"{names}; convert the fully sharded module as a whole"
+        )

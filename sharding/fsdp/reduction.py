@@ -1,0 +1,124 @@
+"""A bucket's reduction in flight, and its second step over the replicas of a 2-D mesh.
+
+May touch: a `Transport` of the replicate axis, scratch memory.
+
+[Note: two steps of a reduction]
+On a 1-D mesh a reduction is one reduce-scatter. On a 2-D mesh (HSDP) it has a second step: this
+rank's elements of `GradientSlots` (see [Note: buffer lifetimes] in buffer.py) are averaged over the
+ranks that hold the same piece in other replicas. Seen-flags and the order of gathers are among
+them, so that both cover all ranks. Sums are not rounded nor divided between the steps where they
+are taken in rank order (over gloo): shard ranks are added first, then replicas in their order, in
+fp32, and the total is divided once, by all ranks. Every replica ends with the same bits.
+
+The second step is posted when the first step of the next bucket has been, so that it overlaps with
+that and with the backward between them. Where `requires_all_reduce` is off, the sums of the first
+step are kept instead, and added to those of the next reduction: the micro-batches of a step then
+communicate within replicas only. They are not in `.grad` until a reduction covers all ranks: the
+next backward with `requires_all_reduce`, whether it runs the module or not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sharding.fsdp.buffer import Workspace
+from sharding.transport.collectives import PendingMean, Transport, next_tag
+
+
+@dataclass(slots=True)
+class Reduction:
+    """A reduction in flight: a pending mean and borrowed memory for each of the bucket's
+    `GradientSlots`, who saw a gradient.
+    """
+
+    means: list[PendingMean | None]  # None where no parameter is trainable
+    borrowed: list[list[Tensor]]
+    seen: set[int]
+    order: int  # what all ranks wrote into their slots, added up over the kept sums
+    is_first_step: bool  # whether replicas are still to be averaged
+
+    def drop(self, workspace: Workspace, what: str) -> None:
+        """Waits for the communication, forgets what it brought and gives its memory back."""
+        for mean, borrowed in zip(self.means, self.borrowed, strict=True):
+            if mean is not None:
+                mean.drop(what)
+            workspace.give_back(borrowed)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """The sums over this replica of reductions whose second step was put off."""
+
+    sums: list[Tensor | None]  # (T,) of each `GradientSlots`
+    seen: set[int]
+    order: int
+
+
+class Replicas:
+    """The second step of a bucket's reductions. See [Note: two steps of a reduction].
+
+    Args:
+        group: The ranks that hold the same piece.
+        reductions: How many the bucket has in its first step.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, reductions: int) -> None:
+        self.requires_all_reduce = True
+        self.transport = Transport(group)
+        self.tags = [next_tag(group) for _ in range(reductions)]
+        self._kept: _Kept | None = None
+
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether the second step of an earlier reduction was put off."""
+        return self._kept is not None
+
+    def average(self, reduction: Reduction, workspace: Workspace, what: str) -> None:
+        """Completes the first step of `reduction` and starts the second, or keeps the sums."""
+        reduction.is_first_step = False
+        totals = self._with_kept(
+            [None if mean is None else mean.take_sum(what) for mean in reduction.means], reduction
+        )
+        reduction.means = [None] * len(totals)
+        if not self.requires_all_reduce:
+            sums = [None if total is None else _exact(total[0]) for total in totals]
+            self._kept = _Kept(sums, reduction.seen, reduction.order)
+            return
+        for i, (total, tag) in enumerate(zip(totals, self.tags, strict=True)):
+            if total is None:
+                continue
+            addend, divisor = total
+            received = None
+            if numel := self.transport.all_reduce_workspace_numel(addend.numel()):
+                flat = workspace.borrow(numel, addend.dtype, addend.device)
+                reduction.borrowed[i].append(flat)
+                received = flat[:numel]
+            reduction.means[i] = self.transport.all_reduce_(addend, received, tag, divisor)
+
+    def _with_kept(
+        self, totals: Sequence[tuple[Tensor, int] | None], reduction: Reduction
+    ) -> list[tuple[Tensor, int] | None]:
+        """The sums of the first step, with what earlier reductions kept added."""
+        kept, self._kept = self._kept, None
+        if kept is None:
+            return list(totals)
+        reduction.seen |= kept.seen
+        reduction.order += kept.order
+        return [
+            total if total is None or earlier is None else (earlier.add_(total[0]), total[1])
+            for total, earlier in zip(totals, kept.sums, strict=True)
+        ]
+
+    def drop(self) -> None:
+        """Forgets what was kept."""
+        self._kept = None
+
+
+def _exact(total: Tensor) -> Tensor:
+    """A copy of borrowed memory, of at least fp32."""
+    return total.to(torch.promote_types(total.dtype, torch.float32), copy=True)

@@ -1,0 +1,313 @@
+"""RootContext: what the buckets of one model share around forward and backward.
+
+May touch: autograd's engine callbacks, buckets. Every decision here depends on the order of
+execution alone, which is the same on every rank.
+
+[Note: order of collectives]
+Collectives match by the order in which ranks post them, so every rank posts at the same points of
+the program. Gathers are posted where a module enters forward or backward, and prefetch follows the
+order of the previous iteration. Reductions are posted where backward has left all calls of a module
+(not where the last gradient arrives: a parameter may be unused on some ranks), in the reverse of
+the order in which modules entered forward: a bucket waits until all that entered after it have
+posted theirs. What backward did not leave by then is posted at its end, in the same order.
+
+Ranks that run modules in different orders would swap parameters of equal size unnoticed. So a
+number that follows from the order of all gathers before this backward rides in every reduction
+(`GatherOrder`): a rank whose number is not the average raises before an optimizer sees a gradient.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection
+from functools import partial
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from sharding.fsdp.bucket import Bucket, ShardedState
+from sharding.fsdp.buffer import Workspace
+from sharding.planning.structure import DeclaresStructure
+from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.collectives import GatherOrder, check_same_on_all_ranks
+
+MAX_REDUCTIONS_IN_FLIGHT = 2
+
+
+class State(Protocol):
+    """What a root needs of the states below it."""
+
+    modules: tuple[nn.Module, ...]
+    bucket: Bucket | None
+    optimizer: DeclaresStructure | None
+    ignored: Collection[nn.Parameter]
+    in_backward: bool
+
+    def begin_forward(self) -> None:
+        """Forgets modules that were still to run in the last forward."""
+        ...
+
+    def end_backward(self) -> None:
+        """Forgets which calls of this backward are still open."""
+        ...
+
+    def reset(self) -> None:
+        """Forgets an iteration that an exception ended."""
+        ...
+
+
+class RootContext:
+    """What all states below one root share: the order of buckets, scratch memory, reductions.
+
+    Attributes:
+        root: The state whose module runs first.
+        states: All states of the root, itself included.
+    """
+
+    def __init__(self, root: State) -> None:
+        self.root = root
+        self.states: list[State] = []
+        self.workspace = Workspace()
+        # What autograd calls at the end of backward, from the first pre-backward hook until then.
+        # Autograd alone holds it: it is gone when a backward has raised.
+        self._at_end: weakref.ref[Callable[[], None]] | None = None
+        self._in_forward = False  # whether the root's forward runs
+        self._builds_graph = False  # whether it does so under autograd
+        self.creates_graph = False  # whether this backward is to be differentiated again
+        self._has_graph = False  # whether an earlier one was, and its graph was not walked yet
+        self._order: list[Bucket] = []  # as their modules entered forward in this iteration
+        self._previous_order: list[Bucket] = []  # the same, of the iteration before
+        self._unreduced: list[Bucket] = []  # ran forward under autograd since their last reduction
+        self._to_reduce: list[Bucket] = []  # of this backward; see [Note: order of collectives]
+        self._in_flight: list[Bucket] = []
+        self._left: set[Bucket] = set()  # whose modules this backward has been through
+        self.gather_order = GatherOrder()
+        self._order_before_backward = 0
+
+    @property
+    def buckets(self) -> list[Bucket]:
+        """All buckets below the root, parents before children."""
+        return [state.bucket for state in self.states if state.bucket is not None]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward of this model runs; not so any more after one that raised."""
+        return self._at_end is not None and self._at_end() is not None
+
+    @property
+    def _has_raised(self) -> bool:
+        return self._at_end is not None and self._at_end() is None
+
+    def check(self) -> None:
+        """Proves once, before the first forward, that all is well for ranks to train together.
+
+        Raises:
+            RuntimeError: On every rank, naming what differs between ranks, or which parameter no
+                `fully_shard` call took.
+        """
+        self.check_ranks_agree()
+        self.check_optimizers()
+        self._check_all_taken()
+
+    def absorb(self, former: RootContext) -> None:
+        """Takes over from the root that a module below was, as long as it ran by itself."""
+        if former._has_raised:
+            former.reset()
+        self._unreduced += [b for b in former._unreduced if b not in self._unreduced]
+
+    def _check_all_taken(self) -> None:
+        ignored = {id(p) for state in self.states for p in state.ignored}
+        taken = {(id(m), n) for b in self.buckets for p in b.parameters for m, n in p.sites}
+        for path, module in self.root.modules[0].named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or not parameter.requires_grad or id(parameter) in ignored:
+                    continue
+                if (id(module), name) not in taken:
+                    fqn = f"{path}.{name}" if path else name
+                    raise RuntimeError(
+                        f"{fqn} was added after fully_shard: every rank would train its own; add "
+                        f"parameters before fully_shard, or pass it in ignored_params"
+                    )
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether the graph of a backward needs weights at a time that no hook announces."""
+        return self.creates_graph or self._has_graph
+
+    def check_ranks_agree(self) -> None:
+        """Proves once that all ranks hold the same plans (and, in debug mode, began equal).
+
+        Raises:
+            RuntimeError: On every rank, naming the first difference.
+        """
+        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
+        for bucket in self.buckets:
+            by_mesh.setdefault(bucket.groups, []).append(bucket.describe())
+        for groups, texts in by_mesh.items():
+            check_same_on_all_ranks("\n".join(texts), groups, "the sharding plan")
+
+    def check_optimizers(self) -> None:
+        """Proves once that optimizers passed to `fully_shard` hold nothing that no call took.
+
+        Raises:
+            RuntimeError: On every rank, naming the first parameter that is neither sharded nor
+                ignored: ranks would update it by their own gradients.
+        """
+        ignored = {id(p) for state in self.states for p in state.ignored}
+        for optimizer in {
+            id(s.optimizer): s.optimizer for s in self.states if s.optimizer
+        }.values():
+            for g, group in enumerate(optimizer.param_groups):
+                names = group.get("param_names")
+                for i, parameter in enumerate(group["params"]):
+                    if not isinstance(parameter, RaggedDTensor) and id(parameter) not in ignored:
+                        name = names[i] if names else f"parameter {i} of param group {g}"
+                        raise RuntimeError(
+                            f"{name} of shape {tuple(parameter.shape)} is in the optimizer, but no "
+                            f"fully_shard call took it: call fully_shard(..., optimizer=optimizer) "
+                            f"on the model that holds it before the first forward, or pass it in "
+                            f"ignored_params"
+                        )
+        for state in self.states:
+            state.optimizer = None
+
+    # -- forward --------------------------------------------------------------------------------
+
+    def begin_forward(self) -> None:
+        """Starts an iteration: nothing that an optimizer may have changed stays unsharded."""
+        if self._has_raised:
+            self.reset()
+        self._in_forward = True
+        self._builds_graph = torch.is_grad_enabled()
+        for state in self.states:
+            state.begin_forward()
+            if state.bucket is not None:
+                self._drop_old(state.bucket)
+        self._previous_order, self._order = self._order, []
+
+    def _drop_old(self, bucket: Bucket) -> None:
+        if bucket.reshard_after_backward and not bucket.unsharded_by_hand:
+            bucket.reshard()
+
+    def begin_call(self, bucket: Bucket) -> None:
+        """The same for one module that is called while the root's forward does not run."""
+        if not self._in_forward:
+            self._drop_old(bucket)
+
+    def end_forward(self) -> None:
+        """Drops gathers that were started for modules that did not run."""
+        self._in_forward = self._builds_graph = False
+        for bucket in self.buckets:
+            if bucket.state is ShardedState.IN_FLIGHT or not torch.is_grad_enabled():
+                bucket.reshard()
+
+    def is_last(self, bucket: Bucket) -> bool:
+        """Whether backward needs this one first, as far as the last iteration tells."""
+        return self._in_forward and self._previous_order[-1:] == [bucket]
+
+    def entered(self, bucket: Bucket) -> None:
+        """Records the order of execution and starts the gather of the bucket that comes next."""
+        bucket.unsharded_by_hand = False
+        is_first = bucket not in self._order  # a call later on has prefetched what follows
+        if is_first:
+            self._order.append(bucket)
+        # Reentrant checkpointing runs forward without autograd, and once more in backward.
+        if (self._builds_graph or torch.is_grad_enabled()) and bucket not in self._unreduced:
+            self._unreduced.append(bucket)
+        if is_first and self._in_forward:  # else nothing would drop what nobody waits for
+            _prefetch(bucket, self._previous_order, step=1)
+
+    # -- backward -------------------------------------------------------------------------------
+
+    def begin_backward(self) -> None:
+        """Queues the end of this backward; called by every pre-backward hook, acts once."""
+        if self.in_backward:
+            return
+        if self._has_raised:
+            self.reset()
+        at_end = partial(self._end_backward)
+        self._at_end = weakref.ref(at_end)
+        self.creates_graph = False
+        self._to_reduce = []
+        self._left.clear()
+        self._order_before_backward = self.gather_order.value
+        for bucket in reversed(self._unreduced):
+            self._join_backward(bucket)
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def backward_reached(self, bucket: Bucket) -> None:
+        """Starts the gather that backward needs next; adds a graph that is walked once more."""
+        if bucket not in self._unreduced:
+            self._unreduced.append(bucket)
+            self._join_backward(bucket)
+        _prefetch(bucket, self._order, step=-1)
+
+    def _join_backward(self, bucket: Bucket) -> None:
+        bucket.begin_backward()
+        if bucket.requires_gradient_sync and bucket.takes_gradients:
+            self._to_reduce.append(bucket)
+
+    def left_backward(self, bucket: Bucket) -> None:
+        """Starts every reduction whose turn it is; see [Note: order of collectives]."""
+        self._left.add(bucket)
+        while self._to_reduce and self._to_reduce[0] in self._left:
+            self._start_reduction(self._to_reduce.pop(0))
+
+    def _start_reduction(self, bucket: Bucket) -> None:
+        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
+            self._in_flight.pop(0).wait_for_reduce()
+        bucket.reduce_grads(self._order_before_backward)
+        for earlier in self._in_flight:
+            earlier.average_replicas()
+        self._in_flight.append(bucket)
+
+    def _end_backward(self) -> None:
+        """Reduces what is left, waits for everything, and leaves all buckets sharded."""
+        while self._to_reduce:
+            self._start_reduction(self._to_reduce.pop(0))
+        self._finish_reductions()
+        # Reentrant checkpointing walks several graphs: parts of a gradient may come after the turn.
+        for bucket in self.buckets:
+            if bucket.requires_gradient_sync and bucket.has_gradients:
+                self._start_reduction(bucket)
+        self._finish_reductions()
+        # What waits for replicas is reduced by a later backward, also one that does not run it.
+        self._unreduced = [
+            b for b in self._unreduced if not b.requires_gradient_sync or b.keeps_sums
+        ]
+        self._at_end = None
+        for state in self.states:
+            state.end_backward()
+        for bucket in self.buckets:
+            if bucket.reshard_after_backward and not self.creates_graph:
+                bucket.reshard()
+        self._has_graph = self.creates_graph
+        self.creates_graph = False
+
+    def _finish_reductions(self) -> None:
+        for bucket in self._in_flight:
+            bucket.average_replicas()
+        for bucket in self._in_flight:
+            bucket.wait_for_reduce()
+        self._in_flight.clear()
+
+    def reset(self) -> None:
+        """Forgets an iteration that an exception ended; its gradients are lost.
+
+        Raises nothing of its own; gathers and reductions in flight are waited for.
+        """
+        self._in_flight, self._to_reduce, self._unreduced = [], [], []
+        self._at_end = None
+        self.creates_graph = self._has_graph = False
+        for state in self.states:
+            state.reset()
+
+
+def _prefetch(bucket: Bucket, order: list[Bucket], step: int) -> None:
+    """Starts the gather of the bucket `step` places after `bucket` in `order`."""
+    if bucket in order:
+        neighbour = order.index(bucket) + step
+        if 0 <= neighbour < len(order):
+            order[neighbour].unshard()

@@ -1,0 +1,364 @@
+"""The aten ops that a RaggedDTensor runs on its local tensors, and the checks before they do.
+
+Touches local tensors; communicates nothing (ragged_reductions.py does).
+
+[Note: allow-list]
+Dispatch looks the op overload up in the tables of this file, of ragged_random.py and of
+ragged_reductions.py; what is not there raises. An op may be in a table only if its result on the
+pieces, put together, is its result on the full tensor:
+- element-wise, in-place, foreach, fused-optimizer, like and copy ops, on tensors cut alike. Plain
+  tensors may take part as 0-dim scalars, and in lists beside other plain ones;
+- views that keep the shape, and slices along the first dim, `x[i]`;
+- full reductions, each with its own collective, whose results are plain tensors that are the same
+  on all ranks. Ranks whose piece is empty join the collective and contribute nothing;
+- random in-place ops, drawn for the full tensor: see [Note: random numbers] in ragged_random.py.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from sharding.tensor.placement import RaggedShard
+from sharding.transport.axes import placements_on, shard_rank
+
+aten = torch.ops.aten
+
+# (class of our tensors, op, args, kwargs) -> result. The class is passed in because it is defined
+# in ragged_tensor.py, which imports this file.
+Handler = Callable[[type[DTensor], OpOverload, Sequence[Any], dict[str, Any]], Any]
+
+CURE = (
+    "Use x.full_tensor() or x.redistribute(placements=[Replicate()]) for the whole tensor, "
+    "x.redistribute(placements=[Shard(0)]) for a stock DTensor, or x.to_local() for this rank's "
+    "flat piece. A module that computes outside of its root's forward needs root.unshard() first"
+)
+
+
+def wrap(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
+    """A `cls` over `local`, laid out as `spec` says; takes the dtype of `local`."""
+    meta = spec.tensor_meta
+    if meta is None:
+        raise RuntimeError(f"expected a spec with a shape, got {spec!r}")
+    if meta.dtype != local.dtype:
+        meta = TensorMeta(meta.shape, meta.stride, local.dtype)
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta)
+    # DTensor.__init__ does nothing but costs as much as __new__.
+    return cls.__new__(cls, local, spec, requires_grad=False)
+
+
+def refusal(func: OpOverload, why: str) -> NotImplementedError:
+    """The error for an op that has no right answer here; names the op and what to call."""
+    return NotImplementedError(f"{func}: {why}. {CURE}")
+
+
+def describe(x: DTensor) -> str:
+    """A RaggedDTensor in the words of an error."""
+    return f"a tensor of shape {tuple(x.shape)} placed as {x._spec.placements[-1]!r}"
+
+
+# -- layout checks --------------------------------------------------------------------------------
+
+
+def _check_alike(func: OpOverload, x: DTensor, y: DTensor) -> None:
+    """Raises unless two tensors have the same mesh, placement and shape."""
+    a, b = x._spec, y._spec
+    if a is b:
+        return
+    if a.placements != b.placements or a.shape != b.shape or a.mesh != b.mesh:
+        raise refusal(
+            func,
+            f"expected tensors cut alike over one mesh, got {describe(x)} on {a.mesh!r} and "
+            f"{describe(y)} on {b.mesh!r}",
+        )
+
+
+def _scalar(func: OpOverload, x: DTensor, other: Tensor) -> Tensor:
+    """The plain tensor to use for `other`, an argument beside the RaggedDTensor `x`."""
+    if other.dim() != 0:
+        raise refusal(
+            func,
+            f"expected a 0-dim plain tensor beside {describe(x)}, "
+            f"got {type(other).__name__} of shape {tuple(other.shape)}",
+        )
+    if isinstance(other, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in other.placements):
+            raise refusal(func, f"expected a replicated scalar, got {other.placements!r}")
+        other = other.to_local()
+    # The local tensor of a 0-dim tensor has a dim: with one too, a scalar takes the same part in
+    # type promotion as it does for the full tensor.
+    return other.view(1) if x.dim() == 0 else other
+
+
+def unwrap(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[DTensor, list[Any], dict[str, Any]]:
+    """The first RaggedDTensor, and the arguments with local tensors in place of all of them."""
+    x = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls))
+
+    def local(arg: object) -> object:
+        if isinstance(arg, cls):
+            _check_alike(func, x, arg)
+            return arg._local_tensor
+        return _scalar(func, x, arg) if isinstance(arg, Tensor) else arg
+
+    return x, [local(arg) for arg in args], {key: local(arg) for key, arg in kwargs.items()}
+
+
+# -- ops that run on the local tensors ------------------------------------------------------------
+
+
+def _elementwise(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    x, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
+    return wrap(cls, func(*local_args, **local_kwargs), x._spec)
+
+
+def _in_place(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    target = args[0]
+    if not isinstance(target, cls):
+        raise refusal(func, f"cannot write a piece into a plain {type(target).__name__}")
+    _, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
+    func(*local_args, **local_kwargs)
+    return target
+
+
+def _out(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """Element-wise ops that write into `out=`, which has to be cut like the inputs."""
+    target = kwargs["out"]
+    if not isinstance(target, cls):
+        raise refusal(func, f"cannot write a piece into a plain {type(target).__name__}")
+    _, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
+    func(*local_args, **local_kwargs)
+    return target
+
+
+def _like(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """Clone, casts and `*_like`: the layout is kept, and the memory format has to be row-major."""
+    memory_format = kwargs.get("memory_format")
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        raise refusal(func, f"expected a contiguous memory format, got {memory_format!r}")
+    kept = {key: value for key, value in kwargs.items() if key != "memory_format"}
+    return _elementwise(cls, func, args, kept)
+
+
+def _same_shape_view(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    x, shape = args[0], list(args[1])
+    if -1 in shape:
+        rest = -math.prod(shape)
+        shape[shape.index(-1)] = x.numel() // rest if rest else 0
+    if tuple(shape) != tuple(x.shape):
+        raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {args[1]!r}")
+    return wrap(cls, x._local_tensor.detach(), x._spec)
+
+
+def _select(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """`x[i]`: a slice along the first dim is a run of the flattened tensor; a view of the piece."""
+    x, dim, index = args
+    if x.dim() == 0 or dim not in (0, -x.dim()):
+        raise refusal(func, f"expected an index of the first dim of {describe(x)}, got dim {dim}")
+    rows, *shape = x.shape
+    if not -rows <= index < rows:
+        raise IndexError(f"index {index} is out of range for {describe(x)}")
+    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
+    numel = math.prod(shape)
+    first = index % rows * numel
+    kept = [
+        (max(start, first) - start, max(min(stop, first + numel) - max(start, first), 0))
+        for start, stop in placement.all_bounds(x.numel())
+    ]  # of every rank's piece: where the slice starts, and how many of its elements are there
+    begin, size = kept[shard_rank(mesh)]
+    row = RaggedShard(range(len(shape)), [size for _, size in kept])
+    local = x._local_tensor.narrow(0, begin if size else 0, size)
+    meta = TensorMeta(torch.Size(shape), x.stride()[1:], local.dtype)
+    return wrap(cls, local, DTensorSpec(mesh, placements_on(mesh, row), tensor_meta=meta))
+
+
+def _new(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """`new_zeros` and its kin, for the tensor's own shape only."""
+    x, shape, *rest = args
+    if tuple(shape) != tuple(x.shape):
+        raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {shape!r}")
+    if func is aten.new_empty_strided.default:
+        if tuple(rest[0]) != x.stride():
+            raise refusal(func, f"expected the strides {x.stride()} of the tensor, got {rest[0]}")
+        rest = [(1,)]
+    local = x._local_tensor
+    return wrap(cls, func(local, local.shape, *rest, **kwargs), x._spec)
+
+
+def _copy(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """`copy_`, also from a plain tensor of the full shape: a rank copies its own range of it."""
+    target, source, *rest = args
+    if not isinstance(target, cls) or isinstance(source, cls) or source.dim() == 0:
+        return _in_place(cls, func, args, kwargs)
+    if isinstance(source, DTensor) or source.shape != target.shape:
+        raise refusal(
+            func,
+            f"expected a source cut alike or a plain tensor of the full shape for "
+            f"{describe(target)}, got {type(source).__name__} of shape {tuple(source.shape)}",
+        )
+    placement, rank = target._spec.placements[-1], shard_rank(target._spec.mesh)
+    start, stop = placement.bounds(rank, target.numel())  # type: ignore[attr-defined]
+    func(target._local_tensor, source.reshape(-1)[start:stop], *rest, **kwargs)
+    return target
+
+
+def _on_first(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> object:
+    """Queries and bookkeeping of one tensor's memory, such as `is_pinned`."""
+    return func(args[0]._local_tensor, *args[1:], **kwargs)
+
+
+def _is_same_size(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> bool:
+    return args[0].shape == args[1].shape
+
+
+# -- foreach and fused ops ------------------------------------------------------------------------
+
+
+def _is_tensor_list(arg: object) -> bool:
+    return isinstance(arg, (list, tuple)) and bool(arg) and isinstance(arg[0], Tensor)
+
+
+def _local_lists(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Any]:
+    """The arguments with local tensors in place of RaggedDTensors, checked position by position."""
+    first = next(arg for arg in args if _is_tensor_list(arg))
+
+    def local(i: int, x: Tensor, y: Tensor) -> Tensor:
+        if isinstance(y, cls):
+            if not isinstance(x, cls):
+                raise refusal(func, f"position {i} pairs a {type(x).__name__} with {describe(y)}")
+            _check_alike(func, x, y)
+            return y._local_tensor
+        if isinstance(x, cls):
+            return _scalar(func, x, y)
+        if isinstance(y, DTensor):
+            raise refusal(func, f"position {i} holds a {type(y).__name__}; pass it in its own call")
+        return y
+
+    for arg in (*args, *kwargs.values()):
+        if isinstance(arg, cls):
+            raise refusal(func, f"expected lists of tensors, got {describe(arg)} beside them")
+    return [
+        [local(i, x, y) for i, (x, y) in enumerate(zip(first, arg, strict=True))]
+        if _is_tensor_list(arg)
+        else arg
+        for arg in args
+    ]
+
+
+def _foreach(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[Tensor]:
+    first = next(arg for arg in args if _is_tensor_list(arg))
+    for scalar in (arg for arg in args if isinstance(arg, Tensor) and arg.dim() == 0):
+        for x in first:
+            # Their local tensors have a dim, so that torch would not promote as it should.
+            if x.dim() == 0 and torch.promote_types(x.dtype, scalar.dtype) != x.dtype:
+                raise refusal(func, f"expected a scalar of {x.dtype}, got {scalar.dtype}")
+    results = func(*_local_lists(cls, func, args, kwargs), **kwargs)
+    return [
+        wrap(cls, out, x._spec) if isinstance(x, cls) else out
+        for x, out in zip(first, results, strict=True)
+    ]
+
+
+def foreach_in_place(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> None:
+    """Foreach and fused ops that write into their lists."""
+    func(*_local_lists(cls, func, args, kwargs), **kwargs)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+_UNARY = """abs acos acosh asin asinh atan atanh bitwise_not ceil cos cosh deg2rad digamma erf erfc
+erfinv exp exp2 expm1 floor frac i0 lgamma log log10 log1p log2 logical_not logit nan_to_num neg
+positive rad2deg reciprocal relu round rsqrt sgn sigmoid sign signbit silu sin sinc sinh sqrt square
+tan tanh trunc isnan isinf isposinf isneginf gelu elu hardtanh leaky_relu mish softplus"""
+_BINARY = """add atan2 bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor
+copysign div eq floor_divide fmax fmin fmod ge gt heaviside hypot le logical_and logical_or
+logical_xor lt maximum minimum mul ne nextafter pow remainder rsub sub xlogy"""
+_TERNARY = "addcdiv addcmul clamp clamp_max clamp_min lerp masked_fill"
+_OPERANDS = """default Tensor Scalar Tensor_mode Scalar_mode Tensor_Tensor Tensor_Scalar
+Scalar_Tensor Scalar_Self Scalar_Other"""
+_IN_PLACE_ONLY = "fill_ zero_"
+_LIKE = "clone _to_copy empty_like full_like ones_like zeros_like"
+_FOREACH = """abs acos add addcdiv addcmul asin atan ceil clamp_max clamp_min clone copy cos cosh
+div erf erfc exp expm1 floor frac lerp lgamma log log10 log1p log2 maximum minimum mul neg pow
+reciprocal round rsqrt sigmoid sign sin sinh sqrt sub tan tanh trunc zero"""
+_FOREACH_OVERLOADS = "default List Scalar ScalarList Tensor ScalarAndTensor"
+_FUSED = "_fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_"
+_FUSED_OVERLOADS = "default tensor_lr"
+
+
+def overloads_of(names: Iterable[str], overloads: str) -> list[OpOverload]:
+    """The listed overloads that this torch has."""
+    return [
+        getattr(getattr(aten, name), overload)
+        for name in names
+        if hasattr(aten, name)
+        for overload in overloads.split()
+        if overload in getattr(aten, name).overloads()
+    ]
+
+
+def _table() -> dict[OpOverload, Handler]:
+    table: dict[OpOverload, Handler] = {}
+
+    def allow(names: Iterable[str], overloads: str, handler: Handler) -> None:
+        table.update(dict.fromkeys(overloads_of(names, overloads), handler))
+
+    unary, others = _UNARY.split(), (_BINARY + " " + _TERNARY).split()
+    allow(unary, "default decimals", _elementwise)
+    allow([f"{name}_" for name in unary], "default decimals", _in_place)
+    allow(others, _OPERANDS, _elementwise)
+    allow([f"{name}_" for name in others], _OPERANDS, _in_place)
+    allow(unary + others, "out", _out)
+    allow(["where"], "self", _elementwise)
+    allow(_IN_PLACE_ONLY.split(), "default Scalar Tensor", _in_place)
+    allow(["detach", "alias", "_pin_memory"], "default", _elementwise)
+    allow(_LIKE.split(), "default", _like)
+    allow(["view", "_unsafe_view", "expand"], "default", _same_shape_view)
+    allow(["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"], "default", _new)
+    allow(["select"], "int", _select)
+    allow(["copy_"], "default", _copy)
+    allow(["is_pinned", "record_stream"], "default", _on_first)
+    allow(["is_same_size"], "default", _is_same_size)
+
+    foreach = [f"_foreach_{name}" for name in _FOREACH.split()]
+    allow(foreach, _FOREACH_OVERLOADS, _foreach)
+    allow([f"{name}_" for name in foreach], _FOREACH_OVERLOADS, foreach_in_place)
+    allow(_FUSED.split(), _FUSED_OVERLOADS, foreach_in_place)
+    return table
+
+
+LOCAL_OPS = _table()

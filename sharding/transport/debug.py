@@ -1,0 +1,51 @@
+"""Checks that cost time, switched on by VFSDP_DEBUG=1: order of collectives, equal weights.
+
+May touch: the environment, parameters (to read them), one small collective per check.
+
+Off, ranks that gather buckets in different orders are found by the next reduction where collectives
+match by order (see [Note: order of collectives] in root.py), or wait until the timeout of the
+process group. On, every collective is announced before it is posted, and a difference raises on all
+ranks at once, naming it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from sharding.transport.collectives import check_same_on_all_ranks
+
+
+def enabled() -> bool:
+    """Whether the environment asks for the checks; read at each use."""
+    return os.environ.get("VFSDP_DEBUG", "0") not in ("", "0")
+
+
+def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
+    """Raises on all ranks unless they are about to do the same; without debug mode does nothing.
+
+    Args:
+        event: The verb and the bucket, the same text on ranks that agree.
+        groups: Of the axes of the mesh whose ranks must agree.
+    """
+    if enabled():
+        check_same_on_all_ranks(event, groups, "the order of collectives")
+
+
+def checksums(parameters: Mapping[str, Tensor]) -> str:
+    """One line per parameter that changes when any bit of it does; empty outside of debug mode."""
+    if not enabled():
+        return ""
+    lines = []
+    for fqn, parameter in parameters.items():
+        if parameter.device.type == "meta":
+            continue
+        flat = parameter.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
+        digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
+        lines.append(f"initial values of {fqn}: {digest}")
+    return "\n".join(lines)

@@ -1,0 +1,109 @@
+"""What a model is trained with, as far as its layout and its memory depend on it. Pure data."""
+
+from dataclasses import dataclass
+
+from sharding.planning.negotiation import ParamSpec
+from sharding.planning.structure import Blocks, Demand, FullMatrix
+from vfsdp_optim.capacity.optimizer_facts import OPTIMIZERS, STATES, algorithm_of
+from vfsdp_optim.capacity.shapes import TensorShape
+from vfsdp_optim.capacity.step_buffers import Precision
+
+BACKENDS = ("nccl", "gloo")
+
+
+@dataclass(frozen=True, slots=True)
+class Granularity:
+    """Which parts of parameters may not be cut, beyond what the optimizer declares.
+
+    Attributes:
+        rows: Rows that stay together; 0 for none.
+        matrices: Whether every matrix stays whole.
+        experts_only: Whether it holds for experts and MLPs alone.
+    """
+
+    rows: int = 0
+    matrices: bool = False
+    experts_only: bool = False
+
+    @classmethod
+    def parse(cls, text: str) -> "Granularity":
+        """Reads "element", "16", "e128" or "matrix".
+
+        Raises:
+            ValueError: `text` is none of these.
+        """
+        if text in ("element", "matrix"):
+            return cls(matrices=text == "matrix")
+        rows = text.removeprefix("e")
+        if not rows.isdecimal() or int(rows) < 1:
+            raise ValueError(
+                f"granularity: expected 'element', a number of rows such as '16', 'e128' for "
+                f"experts and MLPs alone, or 'matrix', got {text!r}"
+            )
+        return cls(rows=int(rows), experts_only=text.startswith("e"))
+
+    def __str__(self) -> str:
+        """What `parse` reads."""
+        if self.matrices:
+            return "matrix"
+        return f"{'e' * self.experts_only}{self.rows}" if self.rows else "element"
+
+    def demand(self, tensor: TensorShape) -> Demand | None:
+        """What must hold where a parameter is stored."""
+        if self.experts_only and tensor.kind not in ("expert", "mlp"):
+            return None
+        if self.matrices and tensor.matrices is not None:
+            return Demand(FullMatrix.parse(tensor.matrices), "stored", "--granularity")
+        if self.rows and sum(size > 1 for size in tensor.shape) > 1:
+            rows = Blocks(self.rows * max(1, tensor.row_numel))
+            return Demand(rows, "stored", "--granularity")
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What is trained with.
+
+    Attributes:
+        optimizer: "adamw" or "muon".
+        states: "32bit" (as wide as the parameter) or "8bit".
+        granularity: What may not be cut.
+        precision: Dtypes of compute and reduction.
+        backend: "nccl" or "gloo", which need different buffers.
+        resident_padding: As of `fully_shard`.
+
+    Raises:
+        ValueError: An unknown optimizer, state format or backend.
+    """
+
+    optimizer: str = "adamw"
+    states: str = "32bit"
+    granularity: Granularity = Granularity()
+    precision: Precision = Precision()  # noqa: RUF009  (frozen)
+    backend: str = "nccl"
+    resident_padding: float = 0.02
+
+    def __post_init__(self) -> None:
+        """Checks the attributes."""
+        if not self.resident_padding >= 0:
+            raise ValueError(f"resident_padding must be >= 0, got {self.resident_padding!r}.")
+        for key, known in (("optimizer", OPTIMIZERS), ("states", STATES), ("backend", BACKENDS)):
+            if getattr(self, key) not in known:
+                raise ValueError(
+                    f"{key}: expected one of {', '.join(known)}, got {getattr(self, key)!r}"
+                )
+
+    def spec(self, tensor: TensorShape) -> ParamSpec:
+        """What the negotiation is told of a parameter."""
+        by = OPTIMIZERS[self.optimizer]
+        demand = self.granularity.demand(tensor)
+        demands = [] if demand is None else [demand]
+        group = algorithm_of(self.optimizer, tensor)
+        if group != "frozen":
+            demands.append(Demand(Blocks(256), "stored", by))
+        if group == "muon" and tensor.matrices is not None:
+            demands.append(Demand(FullMatrix.parse(tensor.matrices), "step", by))
+            group = f"{group} {tensor.matrices}"
+        return ParamSpec(
+            tensor.name, tensor.shape, tensor.dtype, tuple(demands), group, tensor.trainable
+        )

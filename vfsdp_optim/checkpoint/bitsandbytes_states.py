@@ -1,0 +1,67 @@
+"""State dicts of bitsandbytes in our keys. Touches the tensors of a state dict; writes none."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vfsdp_optim.states.block_codec import BLOCK, FORMAT, block_count, dynamic_map
+from vfsdp_optim.states.formats import ABSMAX, CODES
+
+# https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py
+_QUANTIZED = "__bnb_optimizer_quant_state__"
+_KEYS = {"state1": ("exp_avg", "1", True), "state2": ("exp_avg_sq", "2", False)}
+
+
+def is_bitsandbytes(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether a state dict is of an optimizer of bitsandbytes."""
+    states = state_dict["state"].values()
+    return any(isinstance(s, Mapping) and (_QUANTIZED in s or "state1" in s) for s in states)
+
+
+def from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dict of a bitsandbytes AdamW in our keys; codes stay as they are.
+
+    Raises:
+        ValueError: a state is not Adam's, has other maps, or blocks of another size than 256.
+    """
+    state = {i: _state(f"state[{i!r}]", dict(s)) for i, s in state_dict["state"].items()}
+    packed = {i for i, of_param in state.items() if any(CODES in key for key in of_param)}
+    groups = []
+    for group in state_dict["param_groups"]:
+        known = {k: group[k] for k in ("lr", "betas", "eps", "weight_decay") if k in group}
+        names = {"param_names": group["param_names"]} if "param_names" in group else {}
+        precision = {}
+        if packed & set(group["params"]):
+            precision = {"states": "8bit", "states_format": FORMAT}
+        groups.append({**known, **names, **precision, "params": group["params"]})
+    return {"state": state, "param_groups": groups}
+
+
+def _state(where: str, saved: dict[str, Any]) -> dict[str, Any]:
+    saved = {**saved, **saved.pop(_QUANTIZED, {})}
+    if not {"state1", "state2", "step"} <= set(saved):
+        raise ValueError(
+            f"{where}: expected the state1, state2 and step of a bitsandbytes Adam, got "
+            f"{sorted(saved)}; other optimizers of bitsandbytes cannot be loaded"
+        )
+    step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
+    result: dict[str, Any] = {"step": step}
+    for key, (name, number, signed) in _KEYS.items():
+        value: Tensor = saved[key]
+        if value.dtype != torch.uint8:
+            result[name] = value
+            continue
+        absmax: Tensor = saved[f"absmax{number}"]
+        known = dynamic_map(signed, torch.device("cpu"))
+        if not torch.equal(saved[f"qmap{number}"].cpu(), known.values):
+            raise ValueError(f"{where}: expected the dynamic map of bitsandbytes in qmap{number}")
+        if absmax.numel() != block_count(value.numel()):
+            raise ValueError(
+                f"{where}: expected {block_count(value.numel())} scales for the blocks of {BLOCK} "
+                f"of {value.numel()} codes, got {absmax.numel()}; versions before 0.44 had blocks "
+                "of 2048: load the state with such a version and convert it there"
+            )
+        result[name + CODES], result[name + ABSMAX] = value, absmax
+    return result

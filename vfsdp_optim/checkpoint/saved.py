@@ -1,0 +1,246 @@
+"""Matches a saved `state_dict()` to an optimizer's groups, and checks it, before anything is
+written."""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.checkpoint.names import match_by_name, plain_names
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
+from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bitsandbytes
+from vfsdp_optim.parameters.given import named
+from vfsdp_optim.states.block_codec import FORMAT
+from vfsdp_optim.step.runs import Member
+
+# How torch runs its own update, and what describes this optimizer's memory: of no meaning for the
+# values that are loaded.
+_EXECUTION_KEYS = frozenset(
+    """params param_names foreach fused capturable differentiable keep_32bit unaligned
+    states states_format""".split()
+)
+
+
+# What to do about a checkpoint in another precision.
+CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
+# What to do about codes that mean something else here.
+_RESUME = (
+    "resume with the version that wrote it, and where it says local blocks on the layout that "
+    "wrote it"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedState:
+    """The state of one parameter: 1-D local pieces, none of them where nothing was saved."""
+
+    states: dict[str, Tensor] = field(default_factory=dict)
+    step: float = 0.0
+
+
+class Checkpoint:
+    """A saved state, matched to groups.
+
+    Attributes:
+        hyper_parameters: by group of the optimizer, what to write into it.
+        states: by parameter, the state saved for it; parameters without state are absent.
+        formats: by group of the optimizer, what the saved codes are; None where there are none.
+
+    Raises:
+        ValueError: it does not fit; see `StructuredOptimizer.load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        state_dict: Mapping[str, Any],
+        groups: list[dict[str, Any]],
+        algorithms: Mapping[str, Algorithm],
+        *,
+        any_precision: bool = False,
+    ) -> None:
+        missing = [key for key in ("state", "param_groups") if key not in state_dict]
+        if missing:
+            raise ValueError(
+                f"expected an optimizer's state_dict with 'state' and 'param_groups', got the keys "
+                f"{sorted(map(str, state_dict))!r}; pass what optimizer.state_dict() returned"
+            )
+        if is_bitsandbytes(state_dict):
+            state_dict = from_bitsandbytes(state_dict)
+        saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
+        names = _names(saved, groups)
+        if names is None:
+            sources, ids = _match_by_position(saved, groups)
+        else:
+            sources, ids = _match_by_name(saved, names, groups)
+        for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
+            keys = algorithms[group["algorithm"]].structural_keys
+            _check_structural(f"param group {g}", group, source, ("algorithm", *keys))
+            if not any_precision:
+                _check_precision(g, group, source)
+            elif group["params"]:
+                _check_convertible(g, group, source)
+        self.formats = [source.get("states_format") for source in sources]
+        self.hyper_parameters = [
+            {key: deepcopy(value) for key, value in source.items() if key not in _EXECUTION_KEYS}
+            for source in sources
+        ]
+        self.states: dict[Tensor, dict[str, Any]] = {}
+        for param, saved_id in ids.items():
+            state = state_dict["state"].get(saved_id)
+            if state is not None:
+                self.states[param] = state
+
+    def check_hyper_parameters(self, groups: list[dict[str, Any]]) -> None:
+        """Check that every group finds its values.
+
+        torch's state-dict functions give them to one group only where a saved group was split.
+
+        Raises:
+            ValueError: a group has parameters and no values in the checkpoint.
+        """
+        for g, (group, loaded) in enumerate(zip(groups, self.hyper_parameters, strict=True)):
+            if group["params"] and not loaded:
+                raise ValueError(
+                    f"param group {g}: the checkpoint has no hyper-parameters for it, only its "
+                    "parameters; group the parameters as they were saved"
+                )
+
+    def values(self, member: Member, counts_steps: bool) -> LoadedState:
+        """Return the state of a member.
+
+        Raises:
+            ValueError: keys or shapes differ from the member's.
+            RuntimeError: the parameter is on the meta device.
+        """
+        state = self.states.get(member.param)
+        if state is None:
+            return LoadedState()
+        if member.param.is_meta:
+            raise RuntimeError(
+                f"{member.fqn} is on the meta device; call module.to_empty(device=...) before its "
+                "state is loaded"
+            )
+        expected = {*member.views, *(["step"] if counts_steps else [])}
+        if set(state) != expected:
+            raise ValueError(
+                f"{member.fqn}: expected state {sorted(expected)}, got {sorted(state)}; "
+                "the checkpoint was written by another algorithm, or in another precision: for "
+                f"that {CURE}"
+            )
+        for key in member.packed_keys():
+            if getattr(state[key], "dtype", None) != member.views[key].dtype:
+                raise ValueError(
+                    f"{member.fqn}.{key}: expected {member.views[key].dtype}, got "
+                    f"{getattr(state[key], 'dtype', state[key])!r}"
+                )
+        return LoadedState(
+            {key: member.values(state[key], key) for key in member.views},
+            float(state["step"]) if counts_steps else 0.0,
+        )
+
+
+def _with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a copy of a saved group, with dtypes for the text that `state_dict` makes of them."""
+    return {
+        key: getattr(torch, value.removeprefix("torch."))
+        if isinstance(value, str) and value.startswith("torch.")
+        else value
+        for key, value in group.items()
+    }
+
+
+def _match_by_position(
+    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[Tensor, Any]]:
+    if len(saved) != len(groups):
+        raise ValueError(
+            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
+        )
+    ids: dict[Tensor, Any] = {}
+    for g, (source, group) in enumerate(zip(saved, groups, strict=True)):
+        if len(source["params"]) != len(group["params"]):
+            raise ValueError(
+                f"param group {g}: loaded state dict has {len(source['params'])} parameters, the "
+                f"optimizer has {len(group['params'])}"
+            )
+        ids.update(zip(group["params"], source["params"], strict=True))
+    return saved, ids
+
+
+def _match_by_name(
+    saved: list[dict[str, Any]], saved_names: list[list[str]], groups: list[dict[str, Any]]
+) -> tuple[list[dict[str, Any]], dict[Tensor, Any]]:
+    homes = match_by_name(saved_names, [group["param_names"] for group in groups])
+    # A group without parameters keeps its values.
+    sources = [
+        saved[places[0][0]] if places else group
+        for places, group in zip(homes, groups, strict=True)
+    ]
+    ids = {
+        param: saved[s]["params"][i]
+        for places, group in zip(homes, groups, strict=True)
+        for (s, i), param in zip(places, group["params"], strict=True)
+    }
+    return sources, ids
+
+
+def _names(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[list[str]] | None:
+    """Return the names of the saved parameters, or None where positions have to do.
+
+    The ids of torch's state-dict functions are the parameters' names in the model. These functions
+    order `params` as the optimizer does and leave `param_names` as they were saved: the ids count.
+    Their positions do where the optimizer was given names of the user's own.
+    """
+    if not all("param_names" in group for group in groups):
+        return None
+    ids = [group["params"] for group in saved]
+    flat = [saved_id for group in ids for saved_id in group]
+    if flat and all(isinstance(saved_id, str) for saved_id in flat):
+        own = plain_names([name for group in groups for name in group["param_names"]])
+        return ids if set(plain_names(flat)) & set(own) else None
+    if all("param_names" in group for group in saved):
+        return [group["param_names"] for group in saved]
+    return None
+
+
+def _check_structural(
+    where: str, group: dict[str, Any], source: dict[str, Any], keys: tuple[str, ...]
+) -> None:
+    for key in keys:
+        # A checkpoint of torch's own optimizers has no key that torch does not know.
+        if key in source and _comparable(source[key]) != _comparable(group[key]):
+            raise ValueError(
+                f"{where}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
+                "build the optimizer with the saved value"
+            )
+
+
+def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
+    for key in PRECISION_KEYS:
+        if key in source and source[key] != group[key]:
+            _, fqn = next(named(group, f"param group {g}"), (None, f"param group {g}"))
+            cure = CURE
+            if key == "states_format" and source[key] and group[key]:
+                cure = _RESUME
+            raise ValueError(
+                f"{fqn}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
+                f"{cure}"
+            )
+
+
+def _check_convertible(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
+    saved = source.get("states_format")
+    if saved not in (None, FORMAT, group["states_format"]):
+        _, fqn = next(named(group, f"param group {g}"))
+        raise ValueError(
+            f"{fqn}: the checkpoint has states_format={saved!r}, the optimizer "
+            f"{group['states_format']!r}; only {FORMAT!r} can be converted: {_RESUME}"
+        )
+
+
+def _comparable(value: Any) -> Any:
+    """Return tuples for lists, which some formats make of them."""
+    return tuple(_comparable(v) for v in value) if isinstance(value, list | tuple) else value

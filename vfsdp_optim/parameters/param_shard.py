@@ -1,0 +1,387 @@
+"""How a parameter lies on this rank and on all others, whatever kind of tensor it is.
+
+Reads layouts and hands out local tensors. Communicates in `Ranks.group`, once for a mesh of several
+axes that does not cover the world, and where a loaded value has another layout.
+
+[Note: kinds of parameters]
+Plain: this rank has all of it. With a process group of replicas so has every rank of the group, and
+matrices are divided over them. RaggedDTensor: a range of the flattened parameter, a view of a flat
+buffer. DTensor of torch: a range too where leading rows are cut (`Shard(0)`) or nothing is
+(`Replicate`), on meshes of any number of axes; ranks that differ on a replicated axis alone hold
+copies. Of any other DTensor only the elements on this rank are known, which is all that an
+element-wise update needs: it has no `bounds`, and no matrices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from math import prod
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement
+
+from sharding.planning.units import Grid
+from sharding.tensor.placement import RaggedShard
+from sharding.tensor.ragged_tensor import RaggedDTensor
+
+# Groups made for meshes of several axes: default group -> global ranks -> group.
+_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
+_groups = WeakKeyDictionary()
+_ids_of_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
+
+Bounds = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that hold a parameter together; equal if they are the same ranks.
+
+    Attributes:
+        ids: global ranks, ascending; rank i of `group` is ids[i].
+        device_type: where the group communicates.
+        origin: the process group, or the mesh that has it.
+    """
+
+    ids: tuple[int, ...]
+    device_type: str = field(compare=False)
+    origin: dist.ProcessGroup | DeviceMesh = field(compare=False, repr=False)
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ids)
+
+    @staticmethod
+    def of_mesh(mesh: DeviceMesh) -> Ranks:
+        """Return the ranks of a mesh.
+
+        Raises:
+            NotImplementedError: they do not ascend.
+        """
+        ids = _ids_of_meshes.get(mesh)
+        if ids is None:
+            ids = tuple(mesh.mesh.flatten().tolist())
+            if list(ids) != sorted(ids):
+                raise NotImplementedError(
+                    f"expected a mesh whose ranks ascend, got {mesh!r}; torch's process groups "
+                    "sort them"
+                )
+            _ids_of_meshes[mesh] = ids
+        return Ranks(ids, mesh.device_type, mesh)
+
+    @staticmethod
+    def of_group(group: dist.ProcessGroup) -> Ranks:
+        """Return the ranks of a process group.
+
+        Raises:
+            TypeError: it is none.
+            ValueError: this rank is not in it.
+        """
+        if group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(
+                "process_group: this rank is not in it; pass the group of the ranks that have a "
+                "copy of the parameters, such as model.process_group of DistributedDataParallel"
+            )
+        if not isinstance(group, dist.ProcessGroup):
+            raise TypeError(
+                f"process_group: expected a torch.distributed.ProcessGroup, got {group!r}; pass "
+                "model.process_group of DistributedDataParallel, or mesh.get_group() of a mesh"
+            )
+        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+        return Ranks(tuple(dist.get_process_group_ranks(group)), device, group)
+
+    def group(self) -> dist.ProcessGroup:
+        """Return the process group of exactly these ranks.
+
+        For a mesh of several axes that covers only a part of the world this is a collective of its
+        ranks, and of no other, the first time.
+        """
+        if not isinstance(self.origin, DeviceMesh):
+            return self.origin
+        if self.origin.ndim == 1:
+            return self.origin.get_group()
+        world = dist.group.WORLD
+        if world is None:
+            raise RuntimeError("the default process group was destroyed; build a new optimizer")
+        if self.size == dist.get_world_size():
+            return world
+        made = _groups.setdefault(world, {})
+        if self.ids not in made:
+            made[self.ids] = dist.new_group(
+                list(self.ids),
+                backend=dist.get_backend(self.origin.get_group(0)),
+                use_local_synchronization=True,
+                group_desc="replicas and shards of an optimizer",
+            )
+        return made[self.ids]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
+        """Return itself: a copy of an optimizer is on the same ranks."""
+        return self
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ParamShard:
+    """What this rank holds of one parameter, and what every other one does.
+
+    Attributes:
+        param: what the user passed.
+        ranks: those that hold it; None where only this process is known to.
+        grid: `ranks` as copies and shards; None without them, and where `bounds` is None.
+        all_bounds: by shard, its range of the flattened parameter; they tile it. None where shards
+            are no ranges.
+        bounds: of this rank.
+    """
+
+    param: Tensor
+    ranks: Ranks | None
+    grid: Grid | None
+    all_bounds: Sequence[Bounds] | None
+    bounds: Bounds | None
+
+    @staticmethod
+    def of(param: Tensor, fqn: str, replicas: Ranks | None = None) -> ParamShard:
+        """Read the layout of a parameter.
+
+        Args:
+            param: of any kind.
+            fqn: names it in errors.
+            replicas: that hold a copy each of every plain parameter.
+
+        Raises:
+            NotImplementedError: partial sums, pieces of other sizes than the placements say, or a
+                mesh whose ranks do not ascend.
+            ValueError: this rank is not in the mesh of the parameter.
+        """
+        if not isinstance(param, DTensor):
+            whole = (0, param.numel())
+            grid = None if replicas is None else Grid(1, replicas.size)
+            return ParamShard(param, replicas, grid, (whole,), whole)
+        mesh, placements = param.device_mesh, param.placements
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(
+                f"{fqn}: this rank is not in the mesh of the parameter, {mesh!r}; give an "
+                "optimizer the parameters that the rank holds a part of"
+            )
+        if any(placement.is_partial() for placement in placements):
+            raise NotImplementedError(
+                f"{fqn}: a parameter with placements {placements} is a sum over ranks, which no "
+                "update can be applied to; redistribute it to Replicate() or Shard(0)"
+            )
+        try:
+            ranks = Ranks.of_mesh(mesh)
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{fqn}: {error}") from None
+        cut = [
+            axis
+            for axis, placement in enumerate(placements)
+            if not placement.is_replicate() and mesh.size(axis) > 1
+        ]
+        all_bounds = _tiling(param, [(placements[axis], mesh.size(axis)) for axis in cut])
+        adjacent = cut == list(range(cut[0], cut[-1] + 1)) if cut else True
+        if all_bounds is None or not adjacent:
+            return ParamShard(param, ranks, None, None, None)
+        shards = prod(mesh.size(axis) for axis in cut)
+        inner = range(cut[-1] + 1, mesh.ndim) if cut else range(0)
+        grid = Grid(shards, mesh.size() // shards, prod(mesh.size(axis) for axis in inner))
+        shard = 0
+        for axis in cut:
+            shard = shard * mesh.size(axis) + coordinate[axis]
+        start, stop = all_bounds[shard]
+        if param._local_tensor.numel() != stop - start:
+            raise NotImplementedError(
+                f"{fqn}: expected {stop - start} elements on this rank for placements "
+                f"{placements} of shape {tuple(param.shape)} (cut as torch.chunk does), got "
+                f"{param._local_tensor.numel()}; shard the model with vfsdp_optim.fully_shard"
+            )
+        return ParamShard(param, ranks, grid, all_bounds, (start, stop))
+
+    def check_has_ranges(self, fqn: str) -> tuple[Sequence[Bounds], Bounds]:
+        """Return `all_bounds` and `bounds`, which matrices are found by.
+
+        Raises:
+            NotImplementedError: shards are no ranges.
+        """
+        if self.all_bounds is None or self.bounds is None:
+            mesh = self.param.device_mesh if isinstance(self.param, DTensor) else None
+            raise NotImplementedError(
+                f"{fqn}: matrices of a parameter with placements {_placed(self.param)} on {mesh!r} "
+                "are not supported, because its pieces are no ranges of rows; shard it by Shard(0) "
+                "or Replicate(), as torch's fully_shard does, or with vfsdp_optim.fully_shard, or "
+                'put it into a group with algorithm="adamw"'
+            )
+        return self.all_bounds, self.bounds
+
+    @property
+    def in_flat_buffer(self) -> bool:
+        """Whether the local elements may lie next to those of other parameters."""
+        return isinstance(self.param, RaggedDTensor)
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor that holds the elements of this rank, in its own shape and strides."""
+        return local_tensor(self.param)
+
+    def data_ptr(self) -> int:
+        """Return the address of the elements on this rank."""
+        param = self.param
+        return (param._local_tensor if isinstance(param, DTensor) else param).data_ptr()
+
+    @property
+    def text(self) -> str:
+        """What owners and waves follow from, the same on every rank of `ranks`."""
+        return f"{tuple(self.param.shape)} {self.param.dtype} {_placed(self.param)} {self.grid!r}"
+
+    def view(self, state: Tensor) -> Tensor:
+        """Return a view of the 1-D `state` as users see it: laid out as the parameter."""
+        param = self.param
+        if isinstance(param, RaggedDTensor):
+            return RaggedDTensor.from_local(state, param.device_mesh, param.placement, param.shape)
+        local = state.view(self.tensor.shape)
+        if not isinstance(param, DTensor):
+            return local
+        stride = torch.empty(param.shape, device="meta").stride()
+        return DTensor.from_local(
+            local, param.device_mesh, param.placements, shape=param.shape, stride=stride
+        )
+
+    def gradient(self, fqn: str) -> Tensor | None:
+        """Return the local elements of the gradient, 1-D in logical order, or None.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+            TypeError: it is not laid out as the parameter is.
+        """
+        grad, param = self.param.grad, self.param
+        if grad is None:
+            return None
+        # The usual case first: this runs for every parameter in every step.
+        if isinstance(grad, RaggedDTensor) and isinstance(param, RaggedDTensor):
+            if grad._spec.placements == param._spec.placements:
+                return grad._local_tensor
+        if isinstance(param, DTensor):
+            placed = grad.placements if isinstance(grad, DTensor) else None
+            if placed != param.placements or not isinstance(grad, DTensor):
+                raise TypeError(
+                    f"{fqn}: expected a gradient laid out as its parameter, in "
+                    f"{_placed(param)}, got a {type(grad).__name__} in {placed!r}; set one "
+                    "with p.grad = torch.zeros_like(p); p.grad.copy_(full_gradient)"
+                )
+            grad = grad._local_tensor
+            if isinstance(grad, AsyncCollectiveTensor):
+                grad = grad.wait()
+        if grad.layout is not torch.strided:
+            raise RuntimeError(
+                f"{fqn}: sparse gradients are not supported; use torch.optim.SparseAdam"
+            )
+        return grad.reshape(-1)
+
+    def values(self, value: Any, what: str) -> Tensor:
+        """Return the elements of a loaded state that belong to this rank, 1-D.
+
+        Args:
+            value: a full tensor of the parameter's shape, or (for a sharded parameter) a DTensor on
+                the same mesh. Another layout than the parameter's makes this a collective.
+            what: names the state in errors.
+
+        Raises:
+            TypeError: it is no tensor.
+            ValueError: it has another shape than the parameter.
+            NotImplementedError: it is a DTensor that cannot be laid out as the parameter is.
+        """
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what}: expected a tensor, got {value!r}")
+        if value.shape != self.param.shape:
+            raise ValueError(
+                f"{what}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}; "
+                "the checkpoint was written for another parameter"
+            )
+        value = value.detach()
+        if isinstance(value, DTensor):
+            return self._laid_out(value, what)
+        if self.bounds is not None:
+            start, stop = self.bounds
+            return value.reshape(-1)[start:stop]
+        if isinstance(self.param, DTensor) and _is_cut_by_chunks(self.param.placements):
+            mesh, placements = self.param.device_mesh, self.param.placements
+            cut = distribute_tensor(value, mesh, placements, src_data_rank=None)
+            return cut._local_tensor.reshape(-1)
+        raise NotImplementedError(
+            f"{what}: a full tensor cannot be cut for placements {_placed(self.param)}; load it "
+            "through torch.distributed.checkpoint"
+        )
+
+    def _laid_out(self, value: DTensor, what: str) -> Tensor:
+        param = self.param
+        if isinstance(param, DTensor) and value.device_mesh == param.device_mesh:
+            to_buffer = self.in_flat_buffer and not isinstance(value, RaggedDTensor)
+            if value.placements != param.placements and not to_buffer:
+                value = value.redistribute(placements=param.placements)
+            if value.placements == param.placements:
+                return local_tensor(value).reshape(-1)
+        raise NotImplementedError(
+            f"{what}: got a {type(value).__name__} with placements {value.placements} for a "
+            f"{type(param).__name__} in {_placed(param)}; load it through "
+            "torch.distributed.checkpoint, or pass value.full_tensor()"
+        )
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Return the elements on this rank, a view outside of autograd."""
+    return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _placed(tensor: Tensor) -> str:
+    """Return the placements of a tensor as text."""
+    return repr(tensor.placements) if isinstance(tensor, DTensor) else "no placements"
+
+
+def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
+    return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
+
+
+def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[Bounds] | None:
+    """Return every shard's range of the flattened parameter, None where shards are no ranges.
+
+    Args:
+        param: the parameter.
+        cuts: (placement, size) of the axes of its mesh that cut it, in the order of the mesh.
+    """
+    if not cuts:
+        return [(0, param.numel())]
+    first = cuts[0][0]
+    if isinstance(first, RaggedShard) and len(cuts) == 1:
+        return first.ranges(param.numel())
+    if not isinstance(first, Shard) or any(placement != first for placement, _ in cuts):
+        return None
+    dim = first.dim % param.dim()
+    if type(first) is not Shard or prod(param.shape[:dim]) != 1:
+        return None
+    row_numel = prod(param.shape[dim + 1 :])
+    return _row_ranges(param.shape[dim], row_numel, tuple(size for _, size in cuts))
+
+
+@lru_cache(maxsize=1024)
+def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[Bounds]:
+    """Return the ranges of rows cut by one mesh axis after another; equal parameters share them."""
+    pieces = [(0, rows)]
+    for size in sizes:
+        pieces = [piece for start, stop in pieces for piece in _chunks(start, stop, size)]
+    return tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
+
+
+def _chunks(start: int, stop: int, count: int) -> list[Bounds]:
+    """Return `count` ranges as torch.chunk cuts rows: the last ones short or empty."""
+    size = -(-(stop - start) // count)
+    cuts = [min(start + i * size, stop) for i in range(count + 1)]
+    return [(cuts[i], cuts[i + 1]) for i in range(count)]

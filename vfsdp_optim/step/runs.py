@@ -1,0 +1,478 @@
+"""The long runs of memory that element-wise work is done on, with their state. Touches local
+tensors only.
+
+[Note: spans and runs]
+A span is a maximal sequence of parameters of one group whose pieces on this rank lie next to each
+other in one storage, as in the flat buffers of `sharding`: each starts where the one before ends,
+rounded up to the alignment. The gaps are padding, which is zero in parameters and gradients, so
+that element-wise updates may run over it. The state of a span is one flat tensor per state key, cut
+the same way. A plain tensor, and an empty piece, is a span of its own. In a step a span is one run
+when every parameter in it has a gradient, the gradients lie like the parameters, and all took the
+same number of steps; else it is cut into the longest runs for which that holds.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.checkpoint.names import plain_names
+from sharding.planning.planner import ALIGN
+from vfsdp_optim.parameters.param_shard import ParamShard
+from vfsdp_optim.states.formats import State, StateFormat
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.states.weights import MASTER, Place, WeightRule, stream_of
+from vfsdp_optim.step.nonfinite import Skip, undo
+
+# Elements per thread that stay in a core's cache together with their gradient and states.
+_CHUNK = 1 << 19
+# The same where states are decoded first: with the codec's working memory.
+_COPIED_CHUNK = 1 << 17
+# The same on other devices: some working memory, long kernels.
+_DEVICE_CHUNK = 1 << 22
+# Elements of a run whose old values are kept until a device has decided between old and new.
+_KEPT_CHUNK = 1 << 24
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter as a step sees it.
+
+    Attributes:
+        shard: the parameter, and what this rank holds of it.
+        fqn: its name, or its place in the groups.
+        group: index of its group.
+        number: index among all members.
+        formats: state key -> how the state is kept.
+        weights: how updates reach the parameter.
+        numel: elements on this rank.
+        pointer: address of those elements when the span was found.
+        device: where they were then.
+        first: where those elements start in the flattened parameter.
+        step: number of the step it takes, where weights are rounded by chance.
+        start: offset in the span.
+        states: state key -> piece of the span's state.
+        views: keys of `Optimizer.state` -> what users see there of `states`.
+    """
+
+    shard: ParamShard
+    fqn: str
+    group: int
+    number: int
+    formats: dict[str, StateFormat]
+    weights: WeightRule
+    numel: int = 0
+    pointer: int = 0
+    device: torch.device | None = None
+    first: int = 0
+    step: float = 0.0
+    start: int = 0
+    states: dict[str, State] = field(default_factory=dict)
+    views: dict[str, Tensor] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Note where the parameter lies."""
+        self.numel, self.pointer = self.shard.tensor.numel(), self.shard.data_ptr()
+        self.device = self.param.device
+        self.first = self.shard.bounds[0] if self.shard.bounds else 0
+
+    def place(self, start: int, stop: int, *, update: int, at: int = 0) -> Place:
+        """Return which elements of the parameter its local elements start:stop are, for numbers
+        that begin at position `at`; see [Note: random rounding]."""
+        stream = stream_of(plain_names([self.fqn])[0], self.step, update)
+        return Place(at, stop - start, stream, self.first + start)
+
+    @property
+    def param(self) -> Tensor:
+        """What the user passed."""
+        return self.shard.param
+
+    @property
+    def moved(self) -> bool:
+        """Whether the parameter has other memory than when the span was found."""
+        pointer = self.shard.data_ptr()
+        # Without memory, empty or on meta, there is no address to tell.
+        return pointer != self.pointer or (pointer == 0 and self.param.device != self.device)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the local memory of the states, 1-D, by the keys of `views`."""
+        return {
+            key + suffix: part
+            for key, state in self.states.items()
+            for suffix, part in state.parts().items()
+        }
+
+    def load(self, pieces: Mapping[str, Tensor]) -> None:
+        """Take over what `values` returned, by the keys of `views`; if empty, start anew."""
+        if not pieces:
+            for state in self.states.values():
+                state.zero()
+        parts = self.parts()
+        for key, piece in pieces.items():
+            parts[key].copy_(piece)
+
+    def values(self, value: Any, key: str) -> Tensor:
+        """Return the elements of a loaded state, one of `views`, that belong to this rank, 1-D.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `ParamShard.values`.
+        """
+        what = f"{self.fqn}.{key}"
+        return ParamShard.of(self.views[key], what).values(value, what)
+
+    def packed_keys(self) -> list[str]:
+        """Return the keys of `views` whose tensors have a fixed dtype."""
+        return [
+            key + suffix
+            for key, state in self.states.items()
+            if state.packed
+            for suffix in state.parts()
+        ]
+
+    def open(self) -> Tensor:
+        """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
+        return self.shard.tensor.reshape(-1)
+
+    def close(self, flat: Tensor) -> None:
+        """Store what `open` returned after it was written to."""
+        local = self.shard.tensor
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+
+    def kept(self) -> list[Tensor]:
+        """Return copies of the local elements and of their states, for `restore`."""
+        return [tensor.clone() for tensor in (self.shard.tensor, *self.parts().values())]
+
+    def restore(self, kept: Sequence[Tensor]) -> None:
+        """Write back what `kept` returned."""
+        held = (self.shard.tensor, *self.parts().values())
+        for tensor, old in zip(held, kept, strict=True):
+            tensor.copy_(old)
+
+    def gradient(self) -> Tensor | None:
+        """Return the local elements of the gradient, 1-D in logical order, or None.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+            TypeError: it is not laid out as the parameter is.
+        """
+        return self.shard.gradient(self.fqn)
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements that get one element-wise update: 1-D tensors of equal length.
+
+    Attributes:
+        group: index of the group.
+        members: the parameters in it.
+        param: written to.
+        grad: read only.
+        states: state key -> written to.
+        gaps: (start, stop) of the padding between the parameters.
+        step: number of this step, from 1; 0 where the algorithm does not count.
+        skip: where it is a tensor that is set, updates are undone; see [Note: skipped steps].
+    """
+
+    group: int
+    members: Sequence[Member]
+    param: Tensor
+    grad: Tensor
+    states: dict[str, State]
+    gaps: tuple[tuple[int, int], ...]
+    step: float
+    skip: Skip = False
+
+    def chunks(self, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        """Yield (weights, grad, states) in pieces that fit a CPU's caches; elsewhere longer ones.
+
+        Weights are the parameter, or fp32 numbers in its place; states that are kept as codes are
+        numbers. What is written to a piece, in place, is kept when the next is asked for; where
+        `skip` is set it is undone then.
+        """
+        rule, undone = self.members[0].weights, isinstance(self.skip, Tensor)
+        packed = [key for key, state in self.states.items() if state.packed]
+        copied = rule.draws or bool(packed)
+        for start, stop in pieces(self.grad.numel(), self.grad.device, copied=copied, kept=undone):
+            param, grad, states = self._piece(start, stop)
+            written = [param, *_parts(states)] if undone else []
+            kept = [tensor.clone() for tensor in written]
+            numbers = {key: state.open(scratch, key) for key, state in states.items()}
+            weights = rule.open(param, numbers.get(MASTER), scratch)
+            yield weights, grad, numbers
+            gaps = self._gaps_in(start, stop) if packed else []
+            for a, b in gaps:  # in a block with a NaN all numbers are
+                weights[a:b].zero_()
+            for key in packed:
+                states[key].close(numbers[key], gaps, scratch)
+            rule.close(param, weights, self._places(start, stop) if rule.draws else (), scratch)
+            for old, new in zip(kept, written, strict=True):
+                undo(self.skip, old, new)
+
+    def _piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, dict[str, State]]:
+        if (start, stop) == (0, self.param.numel()):
+            return self.param, self.grad, self.states
+        states = {key: state.narrow(start, stop) for key, state in self.states.items()}
+        return self.param[start:stop], self.grad[start:stop], states
+
+    def _gaps_in(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Return the padding in elements start:stop, counted from `start`."""
+        return [
+            (max(a, start) - start, min(b, stop) - start)
+            for a, b in self.gaps
+            if a < stop and b > start
+        ]
+
+    def _places(self, start: int, stop: int) -> list[Place]:
+        """Return which elements of which parameters start:stop are."""
+        origin = self.members[0].start
+        places = []
+        for member in self.members:
+            begin = member.start - origin
+            a, b = max(begin, start), min(begin + member.numel, stop)
+            if a < b:
+                places.append(member.place(a - begin, b - begin, update=0, at=a - start))
+        return places
+
+    def clear_gaps(self) -> None:
+        """Zero the padding of parameters and states again, after an update that wrote it."""
+        for start, stop in self.gaps:
+            self.param[start:stop].zero_()
+            for state in self.states.values():
+                state.clear(start, stop)
+
+    def store(self) -> None:
+        """Write back the parameter where `param` is a copy of it."""
+        if len(self.members) == 1:
+            self.members[0].close(self.param)
+
+
+def _parts(states: dict[str, State]) -> list[Tensor]:
+    return [part for state in states.values() for part in state.parts().values()]
+
+
+def pieces(
+    numel: int, device: torch.device, *, copied: bool, kept: bool = False
+) -> Iterator[tuple[int, int]]:
+    """Yield the ranges in which to work on `numel` elements.
+
+    They fit a CPU's caches; elsewhere they are long, and bound working memory.
+
+    Args:
+        numel: elements.
+        device: where they are.
+        copied: whether states or weights are worked on as fp32 copies.
+        kept: whether old values are.
+    """
+    if device.type == "cpu":
+        size = (_COPIED_CHUNK if copied else _CHUNK) * torch.get_num_threads()
+    elif copied:
+        size = _DEVICE_CHUNK
+    else:
+        size = _KEPT_CHUNK if kept else numel
+    if numel > size:
+        size = -(-numel // -(-numel // size))  # all alike: a call on a short rest costs as much
+        size = -(-size // ALIGN) * ALIGN  # whole blocks
+    for start in range(0, numel, max(size, 1)):
+        yield start, min(start + size, numel)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Members first:last of a span as one run, elements start:stop of it.
+
+    Attributes:
+        param: those elements, which lie in one buffer; None of a single member, which `open`s.
+    """
+
+    first: int
+    last: int
+    start: int
+    stop: int
+    gaps: tuple[tuple[int, int], ...]
+    members: Sequence[Member]
+    param: Tensor | None
+    states: dict[str, State]
+
+
+class Span:
+    """Parameters that lie together, and their flat state. See [Note: spans and runs]."""
+
+    def __init__(self, members: list[Member]) -> None:
+        self.members = members
+        self.group = members[0].group
+        self.numel = members[-1].start + members[-1].numel
+        device = members[0].param.device
+        self.states = {
+            key: state_format.allocate(self.numel, device)
+            for key, state_format in members[0].formats.items()
+        }
+        for member in members:
+            stop = member.start + member.numel
+            member.states = {k: s.narrow(member.start, stop) for k, s in self.states.items()}
+            member.views = {
+                key + suffix: view
+                for key, state in member.states.items()
+                for suffix, view in member.formats[key]
+                .views(state, member.shard, member.fqn)
+                .items()
+            }
+        self._key: list[tuple[int, float, torch.dtype] | None] = []
+        self._cuts: list[_Cut] = []
+
+    def runs(
+        self, grads: Sequence[Tensor | None], steps: Sequence[float], skip: Skip = False
+    ) -> Iterator[Run]:
+        """Yield the runs of this step.
+
+        Args:
+            grads: of all members of the optimizer, by number.
+            steps: number of the step each member takes, by number.
+            skip: of every run.
+        """
+        for cut, grad in self._cuts_and_gradients(grads, steps):
+            first = cut.members[0]
+            param = first.open() if cut.param is None else cut.param
+            step = steps[first.number]
+            if first.weights.draws:
+                for member in cut.members:
+                    member.step = step
+            yield Run(self.group, cut.members, param, grad, cut.states, cut.gaps, step, skip)
+
+    def gradients(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Tensor]:
+        """Yield the gradients of the runs; arguments as of `runs`."""
+        for _, grad in self._cuts_and_gradients(grads, steps):
+            yield grad
+
+    def _cuts_and_gradients(
+        self, grads: Sequence[Tensor | None], steps: Sequence[float]
+    ) -> Iterator[tuple[_Cut, Tensor]]:
+        self._update_cuts(grads, steps)
+        for cut in self._cuts:
+            grad = grads[self.members[cut.first].number]
+            if grad is None or cut.stop == cut.start:
+                continue
+            if cut.last - cut.first > 1:
+                grad = grad.as_strided((cut.stop - cut.start,), (1,), grad.storage_offset())
+            yield cut, grad
+
+    def _update_cuts(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> None:
+        """Find the runs again only if gradients appeared, vanished or moved against each other."""
+        key: list[tuple[int, float, torch.dtype] | None] = []
+        origin: tuple[int, float] | None = None
+        for member in self.members:
+            grad = grads[member.number]
+            if grad is None:
+                key.append(None)
+                continue
+            pointer, step = grad.data_ptr(), steps[member.number]
+            origin = origin or (pointer, step)
+            key.append((pointer - origin[0], step - origin[1], grad.dtype))
+        if key != self._key or not self._fits(grads):
+            self._key, self._cuts = key, self._find_cuts(key, grads)
+
+    def _fits(self, grads: Sequence[Tensor | None]) -> bool:
+        """Return whether each run of gradients lies in the storage of its first one.
+
+        Equal distances of addresses alone could be two allocations side by side.
+        """
+        return all(
+            cut.last - cut.first == 1
+            or _reaches(grads[self.members[cut.first].number], cut.stop - cut.start)
+            for cut in self._cuts
+        )
+
+    def _find_cuts(
+        self, key: list[tuple[int, float, torch.dtype] | None], grads: Sequence[Tensor | None]
+    ) -> list[_Cut]:
+        cuts: list[_Cut] = []
+        first = 0
+        while first < len(self.members):
+            last = first + 1
+            while last < len(self.members) and self._continues(key, grads, first, last):
+                last += 1
+            if key[first] is not None:
+                start = self.members[first].start
+                members = self.members[first:last]
+                gaps = tuple(
+                    (a.start + a.numel - start, b.start - start)
+                    for a, b in pairwise(members)
+                    if b.start > a.start + a.numel
+                )
+                stop = members[-1].start + members[-1].numel
+                param = members[0].open() if len(members) > 1 else None
+                if param is not None:
+                    param = param.as_strided((stop - start,), (1,), param.storage_offset())
+                states = {key: flat.narrow(start, stop) for key, flat in self.states.items()}
+                cuts.append(_Cut(first, last, start, stop, gaps, members, param, states))
+            first = last
+        return cuts
+
+    def _continues(
+        self,
+        key: list[tuple[int, float, torch.dtype] | None],
+        grads: Sequence[Tensor | None],
+        first: int,
+        last: int,
+    ) -> bool:
+        """Return whether member `last` belongs to the run that starts at member `first`."""
+        a, b = key[first], key[last]
+        if a is None or b is None or a[1:] != b[1:]:
+            return False
+        start, end = self.members[first], self.members[last]
+        return b[0] - a[0] == (end.start - start.start) * b[2].itemsize and _reaches(
+            grads[start.number], end.start + end.numel - start.start
+        )
+
+
+def _reaches(grad: Tensor | None, numel: int) -> bool:
+    """Return whether `numel` elements from the start of `grad` lie in its storage."""
+    if grad is None:
+        return False
+    available = grad.untyped_storage().nbytes() // grad.element_size() - grad.storage_offset()
+    return grad.is_contiguous() and numel <= available
+
+
+def find_spans(members: Sequence[Member]) -> list[Span]:
+    """Sort members into spans and allocate their state. See [Note: spans and runs]."""
+    alone = [m for m in members if not _can_join(m)]
+    packed = sorted(
+        (m for m in members if _can_join(m)),
+        key=lambda m: (m.group, str(m.param.device), m.pointer),
+    )
+    chains: list[list[Member]] = [[m] for m in alone]
+    open_chain = False
+    for member in packed:
+        if open_chain and _follows(chains[-1], member):
+            chains[-1].append(member)
+        else:
+            chains.append([member])
+            open_chain = True
+    return [Span(chain) for chain in chains]
+
+
+def _can_join(member: Member) -> bool:
+    return member.shard.in_flat_buffer and member.numel > 0 and member.pointer != 0
+
+
+def _follows(chain: list[Member], member: Member) -> bool:
+    """Return whether `member` continues `chain`; if so, set its start in the span."""
+    last = chain[-1]
+    a, b = last.shard.tensor, member.shard.tensor
+    end = a.storage_offset() + a.numel()
+    alike = (
+        last.group == member.group
+        and a.dtype == b.dtype
+        and last.formats == member.formats
+        and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+    )
+    start = last.start + int(b.storage_offset() - a.storage_offset())
+    if not alike or b.storage_offset() not in (end, -(-end // ALIGN) * ALIGN):
+        return False
+    if any(start % state_format.unit for state_format in member.formats.values()):
+        return False
+    member.start = start
+    return True
