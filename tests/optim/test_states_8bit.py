@@ -17,8 +17,9 @@ from ranks import run_ranks
 from sharding import fully_shard
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
-from vfsdp_optim import AdamW, Muon, param_groups, runs
+from vfsdp_optim import AdamW, Muon, param_groups
 from vfsdp_optim.states.precision import SMALLEST_8BIT
+from vfsdp_optim.step import runs
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
 
 # Rows of 300, whole blocks, tails, experts, vectors, and a matrix that only some ranks hold.

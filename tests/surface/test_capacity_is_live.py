@@ -21,7 +21,6 @@ from sharding.planning.structure import FullMatrix
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.collectives import Transport
 from sharding.transport.exchange import Exchange
-from vfsdp_optim import runs
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import MatrixAlgorithm
 from vfsdp_optim.capacity.model_sources import module_shapes
@@ -49,6 +48,7 @@ from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES as REAL_MAX_EXCHANGE_BYTES
 from vfsdp_optim.states.block_codec import BLOCK
 from vfsdp_optim.states.precision import SMALLEST_8BIT
 from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step import runs
 
 CONFIG = GPTConfig(layers=4, width=96, heads=2, context=16)
 TOLERANCE = 0.02
