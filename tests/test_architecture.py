@@ -29,7 +29,15 @@ ORDER = {
         "negotiation",
         "plan_file",
     ],
-    "sharding.transport": ["axes", "collectives", "debug", "gradient_marks", "exchange"],
+    "sharding.transport": [
+        "axes",
+        "backends",
+        "collectives",
+        "agreement",
+        "debug",
+        "gradient_marks",
+        "exchange",
+    ],
     "sharding.tensor": ["placement", "local_ops", "random_ops", "reductions", "ragged_tensor"],
     "sharding.checkpoint": ["names", "load_checks", "full_state"],
     "sharding.fsdp": [

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 from sharding.checkpoint.load_checks import EXTRA_STATE
 from sharding.checkpoint.names import match_by_name, plain_names
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
+from sharding.transport.agreement import check_same_on_all_ranks
 from sharding.transport.axes import (
     groups_of,
     replicate_group,
@@ -35,7 +36,7 @@ from sharding.transport.axes import (
     shard_group,
     shard_rank,
 )
-from sharding.transport.collectives import all_to_all, check_same_on_all_ranks
+from sharding.transport.collectives import all_to_all
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ from sharding.fsdp.bucket import GATHERED
 from sharding.fsdp.module_state import state_of
 from sharding.planning.structure import DeclaresStructure, Structure
 from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.axes import groups_of
+from sharding.transport.backends import backend_of, device_types, world
 
 Site = tuple[nn.Module, str]
 # Set on the original of a sharded parameter: whoever meets it later holds what no module has.
@@ -145,8 +147,7 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             "torch.distributed.init_process_group() first"
         )
     if mesh is None:
-        device_type = "cuda" if torch.cuda.is_available() else "cpu"
-        return init_device_mesh(device_type, (dist.get_world_size(),))
+        return init_device_mesh(_default_device_type(), (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"mesh: expected a DeviceMesh, got {mesh!r}; make one with "
@@ -174,7 +175,17 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"mesh of device type {mesh.device_type!r}: this process has {sorted(available)}; "
             f"make the mesh on one of them"
         )
+    for group in groups_of(mesh):
+        backend_of(group, mesh.device_type)
     return mesh
+
+
+def _default_device_type() -> str:
+    """Return the accelerator, if the default process group can reach it, else "cpu"."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or accelerator.type not in device_types(world()):
+        return "cpu"
+    return accelerator.type
 
 
 def checked_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:

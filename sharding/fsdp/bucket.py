@@ -28,7 +28,7 @@ from sharding.planning.negotiation import BucketPlan
 from sharding.planning.planner import ALIGN
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
-from sharding.transport.axes import groups_of, replicate_group, shard_group
+from sharding.transport.axes import groups_of, shard_group
 from sharding.transport.collectives import GatherOrder, Pending, PendingMean, Transport, next_tag
 from sharding.transport.debug import announce
 
@@ -68,7 +68,7 @@ class Bucket:
         self.name = plan.name
         self.mesh = mesh
         self.groups = groups_of(mesh)  # all that the ranks of the mesh must agree over
-        self.transport = Transport(shard_group(mesh))
+        self.transport = Transport(shard_group(mesh), mesh.device_type)
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
         self.initial_values = ""  # checksums, in debug mode
@@ -83,8 +83,7 @@ class Bucket:
         ]
         self._make_slots()
         self._tag = next_tag(self.transport.group)
-        replicas = replicate_group(mesh)
-        self.replicas = None if replicas is None else Replicas(replicas, len(self._slots))
+        self.replicas = Replicas.of_mesh(mesh, len(self._slots))
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]

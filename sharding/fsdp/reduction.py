@@ -25,8 +25,10 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.fsdp.buffer import Workspace
+from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
 
 
@@ -64,14 +66,21 @@ class Replicas:
 
     Args:
         group: The ranks that hold the same piece.
+        device_type: Of the gradients.
         reductions: How many the bucket has in its first step.
     """
 
-    def __init__(self, group: dist.ProcessGroup, reductions: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, device_type: str, reductions: int) -> None:
         self.requires_all_reduce = True
-        self.transport = Transport(group)
+        self.transport = Transport(group, device_type)
         self.tags = [next_tag(group) for _ in range(reductions)]
         self._kept: _Kept | None = None
+
+    @staticmethod
+    def of_mesh(mesh: DeviceMesh, reductions: int) -> Replicas | None:
+        """Return the replicas of a 2-D mesh, None on a 1-D one."""
+        group = replicate_group(mesh)
+        return None if group is None else Replicas(group, mesh.device_type, reductions)
 
     @property
     def keeps_sums(self) -> bool:

@@ -31,7 +31,8 @@ from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.ragged_tensor import RaggedDTensor
-from sharding.transport.collectives import GatherOrder, check_same_on_all_ranks
+from sharding.transport.agreement import check_same_on_all_ranks
+from sharding.transport.collectives import GatherOrder
 
 MAX_REDUCTIONS_IN_FLIGHT = 2
 

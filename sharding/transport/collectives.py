@@ -23,7 +23,6 @@ it is kept, and how a difference is found.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -33,10 +32,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sharding.transport.backends import backend_of
+
 PAIRWISE_MAX_RANKS = 16
 
 # torch 2.13 renames the flat collectives and deprecates the old names; picked once, here.
-_all_gather_flat: Callable[..., dist.Work | None] = getattr(
+all_gather_flat: Callable[..., dist.Work | None] = getattr(
     dist, "all_gather_single", None
 ) or getattr(dist, "all_gather_into_tensor")  # noqa: B009  (absent from later releases' stubs)
 _reduce_scatter_flat: Callable[..., dist.Work | None] = getattr(
@@ -99,17 +100,21 @@ class Pending:
 
 
 class Transport:
-    """The collectives of one group that a bucket needs, for the group's backend.
+    """The collectives of one group that a bucket needs.
 
     See [Note: two transports].
+
+    Args:
+        group: The ranks.
+        device_type: Of the tensors that travel; the group's backend for it decides.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device_type: str) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.backend = dist.get_backend(group)
-        self.pairwise = self.backend == "gloo" and 1 < self.world_size <= PAIRWISE_MAX_RANKS
+        over_gloo = backend_of(group, device_type) == "gloo"
+        self.pairwise = over_gloo and 1 < self.world_size <= PAIRWISE_MAX_RANKS
 
     def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
         """Fills each of `buffers` from every rank's own slot of it, as one call.
@@ -148,13 +153,11 @@ class Transport:
     ) -> Sequence[Waitable]:
         """The backend's own all-gather; several buffers are one coalesced call."""
         if len(buffers) == 1:
-            work = _all_gather_flat(
-                buffers[0], slots[0][self.rank], group=self.group, async_op=True
-            )
+            work = all_gather_flat(buffers[0], slots[0][self.rank], group=self.group, async_op=True)
             return _posted(work)
         with dist._coalescing_manager(group=self.group, async_ops=True) as coalesced:
             for buffer, each in zip(buffers, slots, strict=True):
-                _all_gather_flat(buffer, each[self.rank], group=self.group, async_op=True)
+                all_gather_flat(buffer, each[self.rank], group=self.group, async_op=True)
         return [coalesced]
 
     def _swap(self, output: Tensor, input: Tensor) -> list[dist.Work]:
@@ -305,61 +308,3 @@ def all_to_all(
     return dist.all_to_all_single(
         output, input, list(output_splits), list(input_splits), group=group, async_op=async_op
     )
-
-
-def check_same_on_all_ranks(
-    text: str, group: dist.ProcessGroup | Sequence[dist.ProcessGroup], what: str
-) -> None:
-    """Proves that `text` is the same on every rank of `group`.
-
-    One small all-gather of digests; only when they differ do the texts travel. Does nothing under
-    the fake backend, where no other rank exists.
-
-    Args:
-        text: Of this rank.
-        group: The ranks to compare; or the group of each axis of a mesh (see `axes.groups_of`),
-            whose ranks then raise together and are counted in the order of the mesh.
-        what: Names the text in the error.
-
-    Raises:
-        RuntimeError: On every rank, naming `what`, the first rank that differs from rank 0 and the
-            first line that does.
-    """
-    groups = [group] if isinstance(group, dist.ProcessGroup) else list(group)
-    groups = [g for g in groups if dist.get_world_size(g) > 1 and dist.get_backend(g) != "fake"]
-    if not groups:
-        return
-    device = torch.device("cuda", torch.cuda.current_device()) if _on_cuda(groups[0]) else "cpu"
-    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
-    digests = torch.frombuffer(bytearray(digest), dtype=torch.uint8).to(device)  # (8 * ranks,)
-    for each in groups:
-        gathered = digests.new_empty(dist.get_world_size(each) * digests.numel())
-        _all_gather_flat(gathered, digests, group=each)
-        digests = gathered
-    rows = digests.view(-1, 8).tolist()
-    if all(row == rows[0] for row in rows):
-        return
-    texts = [text]
-    for each in groups:
-        lists: list[list[str]] = [[]] * dist.get_world_size(each)
-        dist.all_gather_object(lists, texts, group=each)
-        texts = [one for of_rank in lists for one in of_rank]
-    rank = next(r for r in range(len(texts)) if texts[r] != texts[0])
-    raise RuntimeError(
-        f"{what} differs between ranks 0 and {rank}: {_first_difference(texts, rank)}; every rank "
-        f"must make the same calls with the same arguments"
-    )
-
-
-def _on_cuda(group: dist.ProcessGroup) -> bool:
-    return dist.get_backend(group) == "nccl"
-
-
-def _first_difference(texts: Sequence[str], rank: int) -> str:
-    ours, theirs = texts[0].splitlines(), texts[rank].splitlines()
-    for a, b in zip(ours, theirs, strict=False):
-        if a != b:
-            return f"{a!r} against {b!r}"
-    longer = ours if len(ours) > len(theirs) else theirs
-    owner = 0 if longer is ours else rank
-    return f"{longer[min(len(ours), len(theirs))]!r} is on rank {owner} only"

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.transport.collectives import check_same_on_all_ranks
+from sharding.transport.agreement import check_same_on_all_ranks
 
 
 def enabled() -> bool:

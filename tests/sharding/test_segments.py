@@ -207,7 +207,7 @@ def values(numel: int, seed: int) -> Tensor:
 
 def execute(parts: list[SegmentPlan], native: bool) -> None:
     """Scatters, gathers and reduces tensors laid out by `parts`; everything comes back exactly."""
-    transport = Transport(dist.group.WORLD)
+    transport = Transport(dist.group.WORLD, "cpu")
     transport.pairwise = transport.pairwise and not native
     rank, world_size = transport.rank, transport.world_size
     buffers = []

@@ -32,6 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 from sharding.planning.units import Grid
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.backends import main_device_type
 
 # Groups made for meshes of several axes: default group -> global ranks -> group.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
@@ -96,8 +97,8 @@ class Ranks:
                 f"process_group: expected a torch.distributed.ProcessGroup, got {group!r}; pass "
                 "model.process_group of DistributedDataParallel, or mesh.get_group() of a mesh"
             )
-        device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
-        return Ranks(tuple(dist.get_process_group_ranks(group)), device, group)
+        ids = tuple(dist.get_process_group_ranks(group))
+        return Ranks(ids, main_device_type(group), group)
 
     def group(self) -> dist.ProcessGroup:
         """Return the process group of exactly these ranks.
@@ -118,7 +119,7 @@ class Ranks:
         if self.ids not in made:
             made[self.ids] = dist.new_group(
                 list(self.ids),
-                backend=dist.get_backend(self.origin.get_group(0)),
+                backend=dist.get_backend_config(self.origin.get_group(0)),
                 use_local_synchronization=True,
                 group_desc="replicas and shards of an optimizer",
             )

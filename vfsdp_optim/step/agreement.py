@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from sharding.transport.collectives import check_same_on_all_ranks
+from sharding.transport.agreement import check_same_on_all_ranks
 from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.step.runs import Member
 

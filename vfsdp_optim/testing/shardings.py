@@ -19,6 +19,7 @@ from sharding.fsdp.fully_shard import fully_shard
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
+from sharding.transport.backends import main_device_type, world
 
 # A name, or one placement for each parameter.
 Layout = str | tuple[RaggedShard, ...]
@@ -103,8 +104,7 @@ def shard_model(
 def mesh_of(layout: Layout) -> DeviceMesh:
     """Return the mesh of all ranks that a layout uses."""
     world_size = dist.get_world_size()
-    device = torch.accelerator.current_accelerator()
-    kind = "cpu" if device is None or dist.get_backend() == "gloo" else device.type
+    kind = main_device_type(world())
     if layout not in ("hsdp", "ours_hsdp"):
         return init_device_mesh(kind, (world_size,))
     replicas = 2 if world_size % 2 == 0 else 1

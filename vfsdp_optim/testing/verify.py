@@ -32,6 +32,7 @@ from torch import Tensor, nn
 
 from sharding.report import layout as layout_of
 from sharding.report import render_table
+from sharding.transport.backends import backend_of, main_device_type, world
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
@@ -327,9 +328,10 @@ def table(rows: Sequence[Sequence[Row]]) -> str:
                 f"{max(row.peak for row in of_ranks) / 1e6:.1f}" if first.peak else "-",
             ]
         )
-    on_cpu = dist.get_backend() == "gloo" or not torch.cuda.is_available()
-    device = "cpu" if on_cpu else torch.cuda.get_device_name()
-    title = f"{len(rows)} ranks, {dist.get_backend()}, {device}, torch {torch.__version__}"
+    kind = main_device_type(world())
+    backend = backend_of(world(), kind)
+    device = "cpu" if kind == "cpu" else torch.cuda.get_device_name()
+    title = f"{len(rows)} ranks, {backend}, {device}, torch {torch.__version__}"
     return render_table(title, headers, lines, left=2)
 
 
@@ -424,7 +426,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"start it with torchrun:\n{(__doc__ or '').splitlines()[2]}", file=sys.stderr)
         return 2
     device = torch.device("cpu")
-    if torch.cuda.is_available() and arguments.backend != "gloo":
+    if torch.cuda.is_available() and arguments.backend not in ("gloo", "cpu:gloo"):
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
         dist.init_process_group(arguments.backend or "nccl", device_id=device)
