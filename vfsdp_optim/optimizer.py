@@ -382,7 +382,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _update_runs(self, layout: Layout, grads: list[Tensor | None], skip: Skip) -> None:
         """Do the element-wise part of every group."""
         advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
-        self._nonfinite.count(skip, layout.steps, torch.tensor(advance, dtype=torch.float32))
+        counts = torch.tensor(advance, dtype=torch.float32, device="cpu")
+        self._nonfinite.count(skip, layout.steps, counts)
         steps = layout.steps.tolist()
         for span in layout.spans:
             group = self.param_groups[span.group]

@@ -141,7 +141,7 @@ def _equal(
     if not all(isinstance(arg, cls) for arg in args[:2]):
         raise refusal(func, f"expected two tensors cut alike, got {list(map(type, args[:2]))}")
     x, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
-    verdict = torch.tensor(func(*local_args, **local_kwargs), dtype=torch.int32)
+    verdict = torch.tensor(func(*local_args, **local_kwargs), dtype=torch.int32, device="cpu")
     return bool(_all_reduce(verdict, dist.ReduceOp.MIN, x.device_mesh))
 
 

@@ -266,8 +266,8 @@ def _wait(works: list[dist.Work | None], wave: int) -> None:
 def _positions(splits: Sequence[int], heads: Sequence[int]) -> Tensor:
     """Return the positions of the heads of every rank's part; int64, 1-D."""
     starts = [0, *accumulate(splits)]
-    runs = [torch.arange(a, a + head) for a, head in zip(starts, heads, strict=False) if head]
-    return torch.cat(runs) if runs else torch.empty(0, dtype=torch.int64)
+    ends = [(a, a + head) for a, head in zip(starts, heads, strict=False)]
+    return torch.cat([torch.arange(*run, dtype=torch.int64, device="cpu") for run in ends])
 
 
 def _way(

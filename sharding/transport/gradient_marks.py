@@ -83,16 +83,16 @@ class Marks:
             return frozenset()
         raw = received.index_select(0, positions).view(torch.uint8).cpu()
         rows = raw.view(len(self.peers), self.numel * self._dtype.itemsize)
-        bits = (rows.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8)) & 1
+        bits = (rows.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device="cpu")) & 1
         return frozenset(bits.amax(0).flatten().nonzero().flatten().tolist()).intersection(
             self._own
         )
 
     def _packed(self, missing: Collection[int]) -> Tensor:
-        present = torch.zeros(self.numel * self._bits, dtype=torch.uint8)
+        present = torch.zeros(self.numel * self._bits, dtype=torch.uint8, device="cpu")
         present[self._held] = 1
         present[list(missing)] = 0
-        weights = 2 ** torch.arange(8)
+        weights = 2 ** torch.arange(8, device="cpu")
         return (present.view(-1, 8) * weights).sum(1).to(torch.uint8).view(self._dtype)
 
 

@@ -52,7 +52,8 @@ def converted(
             saved_format = checkpoint.formats[member.group]
             state[numbers[member.param]] = _state(saved, member, algorithm, saved_format)
             if algorithm.counts_steps(groups[member.group]):
-                state[numbers[member.param]]["step"] = saved.get("step", torch.tensor(0.0))
+                never = torch.tensor(0.0, dtype=torch.float32, device="cpu")
+                state[numbers[member.param]]["step"] = saved.get("step", never)
     return {"state": state, "param_groups": saved_groups}
 
 

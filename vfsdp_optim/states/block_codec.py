@@ -19,7 +19,6 @@ Touches the tensors it is handed; keeps tables per device.
 
 import hashlib
 from functools import cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,11 +107,10 @@ def block_count(numel: int) -> int:
 
 def _map_values(signed: bool) -> Tensor:
     # Devices and dtypes are said: scripts and contexts change the defaults.
-    cpu: dict[str, Any] = dict(dtype=torch.float32, device="cpu")
-    values = [torch.tensor([0.0, 1.0], **cpu)]
+    values = [torch.tensor([0.0, 1.0], dtype=torch.float32, device="cpu")]
     for i in range(_EXPONENTS):
         intervals = 2**i if signed else 2 ** (i + 1)
-        edges = torch.linspace(0.1, 1.0, intervals + 1, **cpu)
+        edges = torch.linspace(0.1, 1.0, intervals + 1, dtype=torch.float32, device="cpu")
         decade = (edges[:-1] + edges[1:]) / 2 * 10 ** (i + 1 - _EXPONENTS)
         values += [decade, -decade] if signed else [decade]
     return torch.cat(values).sort().values

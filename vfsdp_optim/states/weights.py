@@ -130,7 +130,7 @@ def stream_of(fqn: str, step: float, update: int) -> int:
 
 def random_bits(place: Place, out: Tensor) -> None:
     """Write 16 random bits for each element of a place to `out`, (numel,) int64."""
-    torch.arange(place.first, place.first + place.numel, out=out)
+    torch.arange(place.first, place.first + place.numel, out=out, device=out.device)
     out.mul_(_signed(0x9E3779B97F4A7C15)).add_(place.stream)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
         out.bitwise_xor_(_shifted(out, shift)).mul_(_signed(factor))

@@ -74,7 +74,7 @@ def make_layout(
     spans = [span for span in find_spans(members) if span.numel]
     of_members = [groups[member.group] for member in members]
     counting = [algorithms[group["algorithm"]].counts_steps(group) for group in of_members]
-    steps = torch.zeros(len(members), dtype=torch.float32)
+    steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")
     states: States = defaultdict(dict)
     for member in members:
         old = _carried_over(old_states, member.param)

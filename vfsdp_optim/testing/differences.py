@@ -233,7 +233,7 @@ def _describe(wrong: list[tuple[int, Piece, Tensor]], full: Piece) -> list[str]:
         f"unsharded  {_value(expected)}",
         f"held by    rank {rank}: elements {piece.start} to {piece.stop}{_cut(piece)}",
     ]
-    places = torch.zeros(full.values.numel(), dtype=torch.bool)
+    places = torch.zeros(full.values.numel(), dtype=torch.bool, device="cpu")
     gaps, scale, ulps = 0.0, 0.0, 0
     for _, other, of_rank in wrong:
         places[other.start : other.stop] |= of_rank

@@ -43,16 +43,17 @@ class GradientStream:
         """Return the float32 gradient of a parameter in a step, or None."""
         generator = seeded(self.seed, step, name)
         if self.kind == "zero":
-            return torch.zeros(tuple(shape))
-        x = torch.randn(tuple(shape), generator=generator)
-        chance = torch.rand((), generator=generator).item()
+            return torch.zeros(tuple(shape), device="cpu")
+        x = torch.randn(tuple(shape), generator=generator, device="cpu")
+        chance = torch.rand((), generator=generator, device="cpu").item()
         if self.kind == "missing":
             return None if chance < 0.4 else x
         if self.kind == "sparse":
-            rows = torch.rand(x.shape[:1], generator=generator) < 0.25  # (rows,), or () of 0-D
+            numbers = torch.rand(x.shape[:1], generator=generator, device="cpu")
+            rows = numbers < 0.25  # (rows,), or () of 0-D
             return x * rows.view(x.shape[:1] + (1,) * max(x.dim() - 1, 0))
         if self.kind == "overflow" and chance < 0.5 and x.numel():
-            where = int(torch.randint(x.numel(), (), generator=generator))
+            where = int(torch.randint(x.numel(), (), generator=generator, device="cpu"))
             x.view(-1)[where] = float("inf") if chance < 0.25 else float("nan")
         return x * {"tiny": 1e-30, "huge": 1e15}.get(self.kind, 1.0)
 

@@ -49,7 +49,8 @@ def assert_op_cut_invariant(
     """
     __tracebackhide__ = True
     if isinstance(inputs, int):
-        whole = [torch.randn(numel, generator=seeded(seed, i)).to(dtype) for i in range(inputs)]
+        draws = (seeded(seed, i) for i in range(inputs))
+        whole = [torch.randn(numel, generator=draw, device="cpu").to(dtype) for draw in draws]
     else:
         whole = [x.detach().reshape(-1) for x in inputs]
     whole = [x.to(device) for x in whole]

@@ -100,7 +100,8 @@ def encode_blocks(x: Tensor, values: Tensor, *, block: int = 256) -> tuple[Tenso
         (kOptimizerStatic8bit2StateBlockwise) for the sign rule.
     """
     signed = bool(values[0] < 0)
-    codes, scales = torch.empty(x.shape, dtype=torch.uint8), torch.empty(len(x))
+    codes = torch.empty(x.shape, dtype=torch.uint8, device="cpu")
+    scales = torch.empty(len(x), dtype=torch.float32, device="cpu")
     for i, numbers in enumerate(x):
         scales[i] = largest = numbers.abs().max()
         ratios = numbers / largest if largest > 0 else numbers

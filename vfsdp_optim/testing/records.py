@@ -149,12 +149,12 @@ def _leaves(key: Any, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield str(key), value
     elif isinstance(value, bool):
-        yield str(key), torch.tensor(value)
+        yield str(key), torch.tensor(value, device="cpu")
     elif isinstance(value, float):
-        yield str(key), torch.tensor(value, dtype=torch.float64)
+        yield str(key), torch.tensor(value, dtype=torch.float64, device="cpu")
     elif isinstance(value, int):
         # Not a float, which has not the digits of a seed of 64 bits, with or without a sign.
-        yield str(key), torch.tensor((value + 2**63) % 2**64 - 2**63)
+        yield str(key), torch.tensor((value + 2**63) % 2**64 - 2**63, device="cpu")
     elif isinstance(value, dict | list | tuple):
         for place, item in value.items() if isinstance(value, dict) else enumerate(value):
             yield from _leaves(f"{key}[{place!r}]", item)

@@ -168,7 +168,7 @@ def _compare_losses(
     actual: Sequence[float], expected: Sequence[float], tolerance: Tolerance, where: str
 ) -> None:
     __tracebackhide__ = True
-    a, b = torch.tensor(actual).double(), torch.tensor(expected).double()
+    a, b = (torch.tensor(x, dtype=torch.float64, device="cpu") for x in (actual, expected))
     wrong = tolerance.wrong(a, b)
     if wrong.any():
         step = int(wrong.nonzero()[0])

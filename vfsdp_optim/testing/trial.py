@@ -63,7 +63,9 @@ class ParametersOf:
         return Parameters(
             {
                 f"p{i}": nn.Parameter(
-                    torch.randn(shape, generator=seeded("initial", i, shape)).to(dtype)
+                    torch.randn(shape, generator=seeded("initial", i, shape), device="cpu").to(
+                        dtype
+                    )
                 )
                 for i, shape in enumerate(self.shapes)
             }

@@ -68,7 +68,7 @@ def default_model() -> tuple[nn.Module, Loss]:
     blocks = (Residual(width) for _ in range(4))
     model = nn.Sequential(nn.Linear(24, width), *blocks, nn.Linear(width, 7))
     rank = dist.get_rank()
-    x = torch.randn(32, 24, generator=torch.Generator().manual_seed(rank))
+    x = torch.randn(32, 24, generator=torch.Generator().manual_seed(rank), device="cpu")
 
     def loss(model: nn.Module) -> Tensor:
         return model(x.to(next(model.parameters()).device)).square().mean()
