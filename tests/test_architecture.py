@@ -45,6 +45,7 @@ ORDER = {
         "gradient_slots",
         "parameter",
         "reduction",
+        "containers",
         "bucket",
         "root",
         "module_state",

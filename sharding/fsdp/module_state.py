@@ -12,17 +12,16 @@ frees nothing: the backward of its graph needs the weights before any hook of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from sharding.checkpoint.load_checks import LoadCheck
 from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.containers import PLAIN, leaves, map_tensors
 from sharding.fsdp.root import RootContext
 from sharding.planning.structure import DeclaresStructure
 
@@ -219,15 +218,12 @@ class ModuleState:
         """Has `_after_backward` called when the gradients of all inputs are known."""
         if not torch.is_grad_enabled():
             return args, kwargs
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = {i: x for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad}
+        tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         if not tensors:
             return args, kwargs
         self._calls += 1
-        watched = _InputGradients.apply(self._after_backward, *tensors.values())
-        for i, tensor in zip(tensors, watched, strict=True):
-            leaves[i] = tensor
-        return tree_unflatten(leaves, spec)
+        watched = iter(_InputGradients.apply(self._after_backward, *tensors))
+        return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
 
     def _watch_outputs(self, output: Any) -> bool:
         """Has `_before_backward` called when the first gradient of an output arrives.
@@ -239,13 +235,13 @@ class ModuleState:
         """
         if not torch.is_grad_enabled():
             return True
-        leaves = list(_leaves(output))
-        trained = [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+        parts = list(leaves(output))
+        trained = [leaf for leaf in parts if isinstance(leaf, Tensor) and leaf.requires_grad]
         for tensor in trained:
             if tensor.is_leaf:
                 return False
             tensor.register_hook(self._before_backward)
-        return bool(trained) or all(isinstance(leaf, (Tensor, *_PLAIN)) for leaf in leaves)
+        return bool(trained) or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in parts)
 
     @torch._dynamo.disable
     def _before_backward(self, grad: Tensor) -> Tensor:
@@ -308,20 +304,5 @@ def _reshard_below(module: nn.Module) -> None:
             state.bucket.reshard()
 
 
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    """The leaves of a pytree, and of the dataclasses in it."""
-    for leaf in tree_flatten(tree)[0]:
-        if is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _leaves([getattr(leaf, field.name) for field in fields(leaf)])
-        else:
-            yield leaf
-
-
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
-    def cast(x: Tensor) -> Tensor:
-        return x.to(dtype) if x.is_floating_point() else x
-
-    return tree_map_only(Tensor, cast, tree)
+    return map_tensors(lambda x: x.to(dtype) if x.is_floating_point() else x, tree)
