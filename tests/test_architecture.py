@@ -73,7 +73,14 @@ ORDER = {
     ],
     "vfsdp_optim.parameters": ["param_shard", "given"],
     "vfsdp_optim.states": ["scratch", "block_codec", "formats", "weights", "precision"],
-    "vfsdp_optim.step": ["nonfinite", "runs", "sharded_units", "working_set", "agreement"],
+    "vfsdp_optim.step": [
+        "nonfinite",
+        "runs",
+        "sharded_units",
+        "standing_state",
+        "working_set",
+        "agreement",
+    ],
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "saved", "conversion"],
     "vfsdp_optim.capacity": [
         "shapes",

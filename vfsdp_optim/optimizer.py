@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from sharding.planning.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
 from vfsdp_optim.checkpoint.conversion import converted
-from vfsdp_optim.checkpoint.saved import Checkpoint
+from vfsdp_optim.checkpoint.saved import Checkpoint, packed
 from vfsdp_optim.parameters.given import check_current, check_kind, distinct, named
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
@@ -95,6 +95,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def _reset(self) -> None:
         self._layout: Layout | None = None
+        self._edited = False  # whether users are writing into the state
+        self._loading: frozenset[Tensor] = frozenset()  # what gets state whether it trains or not
         self._checked_plans: dict[Ranks, str] = {}
         self._scratch = Scratch()
 
@@ -204,14 +206,24 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """State by parameter, as in torch; reading it makes the zero state where there is none."""
-        self._current_layout()
+        """State by parameter, as in torch; the first look makes the zero state.
+
+        What is written there, deleted or assigned holds from the next step or `state_dict()` on,
+        which copies it into memory of its own. See [Note: state that users write] in
+        standing_state.py.
+        """
+        if self._layout is not None and not self._layout.standing.holds(self._states):
+            self._layout = None  # frees what was replaced
+            self._edited = True
+        if not self._edited or not self._states:
+            self._current_layout()
         return self._states
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self._states = value
         self._layout = None
+        self._edited = True
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a copy needs; its layout is found again."""
@@ -231,14 +243,19 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._reset()
         super().__setstate__(state)
 
+    @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
-        """Return state and groups as torch does; dtypes in groups as text.
+        """Return state and groups as torch does, of the parameters in groups; dtypes as text.
 
-        torch's state-dict functions refuse dtypes among hyper-parameters.
+        torch's state-dict functions refuse dtypes among hyper-parameters, and torch itself a state
+        whose parameter was taken out of its group.
         """
-        saved = super().state_dict()
-        for group in saved["param_groups"]:  # copies of the optimizer's own
-            group.update({k: str(v) for k, v in group.items() if isinstance(v, torch.dtype)})
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        self._current_layout()
+        saved = packed(self.param_groups, self._states)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            saved = post_hook(self, saved) or saved
         return saved
 
     @torch.no_grad()
@@ -277,9 +294,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
-        # Frozen parameters that were trained before.
-        added = [param for param in checkpoint.states if param not in self._states]
-        self._states.update((param, {}) for param in added)
+        added = [param for param in checkpoint.states if not self._states.get(param)]
+        self._loading = frozenset(checkpoint.states)  # with what was trained before it was frozen
         try:
             layout = self._current_layout()
             values = [checkpoint.values(m, layout.counting[m.number]) for m in layout.members]
@@ -289,6 +305,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 self._states.pop(param, None)
             self._layout = None
             raise
+        finally:
+            self._loading = frozenset()
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
             group.update(loaded)
         if any(
@@ -402,11 +420,17 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def _has_state(self, param: Tensor) -> bool:
         # torch steps whatever has a gradient, and keeps the state of what was frozen later.
-        return param.requires_grad or param.grad is not None or param in self._states
+        return (
+            param.requires_grad
+            or param.grad is not None
+            or bool(self._states.get(param))
+            or param in self._loading
+        )
 
     def _layout_key(self) -> object:
         return [
             (
+                id(group),  # matrices read it
                 [repr(group[key]) for key in self._structural_keys(group)],
                 [(id(p), self._has_state(p)) for p in group["params"]],
             )
@@ -414,15 +438,22 @@ class StructuredOptimizer(torch.optim.Optimizer):
         ]
 
     def _current_layout(self) -> Layout:
-        """Return the layout, made again if parameters came, went or moved to other memory."""
+        """Return the layout, made again if parameters came, went or moved to other memory, or if
+        users wrote into the state."""
         self._nonfinite.settle()
-        layout, key = self._layout, self._layout_key()
-        if layout is None or layout.key != key or any(m.moved for m in layout.members):
-            layout, self._states = make_layout(
+        layout = self._layout
+        if (
+            layout is None
+            or not layout.standing.holds(self._states)
+            or layout.key != self._layout_key()
+            or any(member.moved for member in layout.members)
+        ):
+            self._layout, self._edited = None, True  # until it is right
+            layout = make_layout(
                 self.param_groups, self._algorithms, self._replicas, self._states, self._has_state
             )
-            self._layout = layout
             layout.key = self._layout_key()  # parameters have state from here on
+            self._layout, self._edited = layout, False
         return layout
 
     def _jobs(self, layout: Layout) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:

@@ -41,6 +41,26 @@ class LoadedState:
     step: float = 0.0
 
 
+def packed(groups: list[dict[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
+    """Return groups and states as torch saves them: numbers for parameters, and text for dtypes.
+
+    State of parameters that are in no group is left out.
+    """
+    numbers: dict[Tensor, int] = {}
+    saved = []
+    for group in groups:
+        own = {key: value for key, value in group.items() if key != "params"}
+        own.update({k: str(v) for k, v in own.items() if isinstance(v, torch.dtype)})
+        params = [numbers.setdefault(param, len(numbers)) for param in group["params"]]
+        saved.append({**own, "params": params})
+    state = {
+        numbers[key] if isinstance(key, Tensor) else key: value
+        for key, value in states.items()
+        if key in numbers or not isinstance(key, Tensor)
+    }
+    return {"state": state, "param_groups": saved}
+
+
 class Checkpoint:
     """A saved state, matched to groups.
 

@@ -13,6 +13,8 @@ from vfsdp_optim.parameters.param_shard import ParamShard
 def named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
     """Yield each parameter of a group with its name, or its place where it has none."""
     names = group.get("param_names")
+    if names and len(names) != len(group["params"]):
+        names = None  # parameters came or went since they were named
     for i, param in enumerate(group["params"]):
         yield param, names[i] if names else f"{where}, parameter {i} of shape {tuple(param.shape)}"
 

@@ -305,7 +305,7 @@ class ParamShard:
         if value.shape != self.param.shape:
             raise ValueError(
                 f"{what}: expected shape {tuple(self.param.shape)}, got {tuple(value.shape)}; "
-                "the checkpoint was written for another parameter"
+                "it was made for another parameter"
             )
         value = value.detach()
         if isinstance(value, DTensor):

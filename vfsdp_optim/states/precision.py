@@ -156,7 +156,8 @@ def state_formats(
         if packed:
             formats[key] = BlockFormat(key not in algorithm.nonnegative)
         else:
-            formats[key] = PlainFormat(old[key].dtype if key in old else chosen)
+            dtype = getattr(old.get(key), "dtype", chosen)
+            formats[key] = PlainFormat(dtype if dtype.is_floating_point else chosen)
     if weight_rule(group, param) is _MASTER_COPY:
         formats[MASTER] = PlainFormat(torch.float32)
     return formats

@@ -1,6 +1,5 @@
 """The parameters of an optimizer as a step finds them, with their state. Touches local tensors."""
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,10 +11,17 @@ from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 from vfsdp_optim.states.precision import check_blocks, note_format, state_formats, weight_rule
+from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.runs import Member, Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
-
-States = defaultdict[Tensor, Any]  # what `Optimizer.state` is
+from vfsdp_optim.step.standing_state import (
+    Standing,
+    States,
+    check_standing,
+    leave,
+    standing,
+    step_of,
+)
 
 
 @dataclass(slots=True)
@@ -28,6 +34,7 @@ class Layout:
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
         peers: the ranks that hold members together, in the order of the groups.
+        standing: what it left in `Optimizer.state`; see [Note: state that users write].
         key: what the layout depends on besides memory addresses.
         matrices: the matrix part; None until the first step, because its slots take memory.
     """
@@ -37,6 +44,7 @@ class Layout:
     steps: Tensor
     counting: list[bool]
     peers: list[Ranks]
+    standing: Standing
     key: object = None
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
 
@@ -46,17 +54,20 @@ def make_layout(
     groups: list[dict[str, Any]],
     algorithms: Mapping[str, Algorithm],
     replicas: Ranks | None,
-    old_states: Mapping[Tensor, Any],
+    states: States,
     has_state: Callable[[Tensor], bool],
-) -> tuple[Layout, States]:
-    """Find the spans, allocate their state and copy what state there was.
+) -> Layout:
+    """Find the spans, allocate their state and take over what stands in the optimizer's.
 
     Args:
         groups: of the optimizer.
         algorithms: by name.
         replicas: that hold a copy each of every plain parameter.
-        old_states: by parameter.
+        states: `Optimizer.state`; written to after all of it was read.
         has_state: whether a parameter is to have state.
+
+    Raises:
+        RuntimeError, TypeError, ValueError: what stands there is no state of its parameter.
     """
     members: list[Member] = []
     for g, group in enumerate(groups):
@@ -66,7 +77,7 @@ def make_layout(
             if has_state(param):
                 shard = ParamShard.of(param, fqn, replicas)
                 check_blocks(group, shard, fqn)
-                old = _carried_over(old_states, param)
+                old = standing(states, param, fqn)
                 formats = state_formats(algorithm, group, param, fqn, old)
                 rule = weight_rule(group, param)
                 members.append(Member(shard, fqn, g, len(members), formats, rule))
@@ -75,23 +86,27 @@ def make_layout(
     of_members = [groups[member.group] for member in members]
     counting = [algorithms[group["algorithm"]].counts_steps(group) for group in of_members]
     steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")
-    states: States = defaultdict(dict)
+    made: dict[Tensor, dict[str, Any]] = {}
     for member in members:
-        old = _carried_over(old_states, member.param)
-        state = states[member.param]
-        if counting[member.number]:
-            steps[member.number] = float(old.get("step", 0.0))
-            state["step"] = steps[member.number]
-        for key, part in member.parts().items():
-            state[key] = member.views[key]
-            if key in old:
-                part.copy_(member.values(old[key], key))
+        counts = {"step": steps[member.number]} if counting[member.number] else {}
+        old = standing(states, member.param, member.fqn)
+        if old:
+            _take_over(member, old, *counts)
+            steps[member.number] = step_of(old.get("step", 0.0), member.fqn)
+        made[member.param] = {**counts, **member.views}
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
-    return Layout(members, spans, steps, counting, peers), states
+    return Layout(members, spans, steps, counting, peers, leave(states, made))
 
 
-def _carried_over(states: Mapping[Tensor, Any], param: Tensor) -> dict[str, Any]:
-    """Return the state to carry over; none that was seen before the parameter had memory."""
-    state: dict[str, Any] = states.get(param, {})
-    on_meta = any(isinstance(value, Tensor) and value.is_meta for value in state.values())
-    return {} if on_meta else state
+def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
+    """Copy what stands in the state of a member into its memory; `others` stand beside.
+
+    A master copy may be missing: a step makes it of the parameter.
+    """
+    packed = member.packed_keys()
+    keys = [key for key in member.views if key != MASTER or key in old]
+    dtypes = {key: member.views[key].dtype if key in packed else None for key in keys}
+    check_standing(old, {**dict.fromkeys(others), **dtypes}, member.fqn)
+    parts = member.parts()
+    for key in keys:
+        parts[key].copy_(member.values(old[key], key))
