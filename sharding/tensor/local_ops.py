@@ -1,17 +1,20 @@
 """The aten ops that a RaggedDTensor runs on its local tensors, and the checks before they do.
 
-Touches local tensors; communicates nothing (ragged_reductions.py does).
+Touches local tensors; communicates nothing (reductions.py does).
 
 [Note: allow-list]
-Dispatch looks the op overload up in the tables of this file, of ragged_random.py and of
-ragged_reductions.py; what is not there raises. An op may be in a table only if its result on the
+Dispatch looks the op overload up in the tables of this file, of random_ops.py and of
+reductions.py; what is not there raises. An op may be in a table only if its result on the
 pieces, put together, is its result on the full tensor:
 - element-wise, in-place, foreach, fused-optimizer, like and copy ops, on tensors cut alike. Plain
-  tensors may take part as 0-dim scalars, and in lists beside other plain ones;
-- views that keep the shape, and slices along the first dim, `x[i]`;
-- full reductions, each with its own collective, whose results are plain tensors that are the same
-  on all ranks. Ranks whose piece is empty join the collective and contribute nothing;
-- random in-place ops, drawn for the full tensor: see [Note: random numbers] in ragged_random.py.
+  tensors may take part as scalars (of one element, or expanded from one), and in lists beside
+  other plain ones. While a backward runs, any plain tensor that broadcasts to the shape may: the
+  ops above let nothing plain into a graph but scalars and the results of reductions, so it is one
+  of these or a gradient of one, see [Note: gradients of reductions] in reductions.py;
+- views of the flattened tensor under another shape, and slices along the first dim, `x[i]`;
+- reductions, each with its own collective, whose results are plain tensors that are the same on
+  all ranks. Ranks whose piece is empty join the collective and contribute nothing;
+- random in-place ops, drawn for the full tensor: see [Note: random numbers] in random_ops.py.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from sharding.tensor.placement import RaggedShard
+from sharding.tensor.placement import RaggedShard, boxes
 from sharding.transport.axes import placements_on, shard_rank
 
 aten = torch.ops.aten
@@ -80,21 +83,58 @@ def _check_alike(func: OpOverload, x: DTensor, y: DTensor) -> None:
         )
 
 
-def _scalar(func: OpOverload, x: DTensor, other: Tensor) -> Tensor:
-    """The plain tensor to use for `other`, an argument beside the RaggedDTensor `x`."""
-    if other.dim() != 0:
+def bounds_of(spec: DTensorSpec) -> tuple[int, int]:
+    """This rank's range `(start, stop)` of the flattened tensor."""
+    placement = cast(RaggedShard, spec.placements[-1])
+    return placement.bounds(shard_rank(spec.mesh), math.prod(spec.shape))
+
+
+def own_range(spec: DTensorSpec, full: Tensor) -> Tensor:
+    """This rank's elements of a plain tensor that broadcasts to the shape; (n_local,)."""
+    start, stop = bounds_of(spec)
+    if _repeats_one(full):
+        return full[(0,) * full.dim()].expand(stop - start)
+    if full.shape == spec.shape and full.is_contiguous():
+        return full.view(-1)[start:stop]
+    whole = full.expand(spec.shape)
+    parts = [
+        whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
+        for box in boxes(start, stop, spec.shape)
+    ]
+    return torch.cat([part.reshape(-1) for part in parts]) if parts else full.new_empty(0)
+
+
+def _repeats_one(x: Tensor) -> bool:
+    """Whether all elements of a tensor are one in memory: a scalar, whatever its shape."""
+    return x.numel() > 0 and all(
+        size == 1 or stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)
+    )
+
+
+def _broadcasts(other: Tensor, x: DTensor) -> bool:
+    """Whether a tensor beside `x` leaves the shape of `x` as it is."""
+    sizes = zip(reversed(other.shape), reversed(x.shape), strict=False)
+    return other.dim() <= x.dim() and all(n in (1, size) for n, size in sizes)
+
+
+def _plain_operand(func: OpOverload, x: DTensor, other: Tensor) -> Tensor:
+    """The local tensor to use for `other`, an argument beside the RaggedDTensor `x`."""
+    if isinstance(other, DTensor):
+        if not all(isinstance(placement, Replicate) for placement in other.placements):
+            raise refusal(func, f"expected a replicated scalar, got {other.placements!r}")
+        other = other.to_local()
+    if other.dim() == 0:
+        # The local tensor of a 0-dim tensor has a dim: with one too, a scalar takes the same part
+        # in type promotion as it does for the full tensor.
+        return other.view(1) if x.dim() == 0 else other
+    in_backward = torch._C._current_graph_task_id() != -1
+    if not (in_backward or _repeats_one(other)) or not _broadcasts(other, x):
         raise refusal(
             func,
             f"expected a 0-dim plain tensor beside {describe(x)}, "
             f"got {type(other).__name__} of shape {tuple(other.shape)}",
         )
-    if isinstance(other, DTensor):
-        if not all(isinstance(placement, Replicate) for placement in other.placements):
-            raise refusal(func, f"expected a replicated scalar, got {other.placements!r}")
-        other = other.to_local()
-    # The local tensor of a 0-dim tensor has a dim: with one too, a scalar takes the same part in
-    # type promotion as it does for the full tensor.
-    return other.view(1) if x.dim() == 0 else other
+    return own_range(x._spec, other)
 
 
 def unwrap(
@@ -107,7 +147,7 @@ def unwrap(
         if isinstance(arg, cls):
             _check_alike(func, x, arg)
             return arg._local_tensor
-        return _scalar(func, x, arg) if isinstance(arg, Tensor) else arg
+        return _plain_operand(func, x, arg) if isinstance(arg, Tensor) else arg
 
     return x, [local(arg) for arg in args], {key: local(arg) for key, arg in kwargs.items()}
 
@@ -156,16 +196,47 @@ def _like(
     return _elementwise(cls, func, args, kept)
 
 
-def _same_shape_view(
+def _expand(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
     x, shape = args[0], list(args[1])
-    if -1 in shape:
-        rest = -math.prod(shape)
-        shape[shape.index(-1)] = x.numel() // rest if rest else 0
-    if tuple(shape) != tuple(x.shape):
+    if len(shape) != x.dim() or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
         raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {args[1]!r}")
     return wrap(cls, x._local_tensor.detach(), x._spec)
+
+
+def _view(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """Views that keep the order of the elements: the cuts of the flattened tensor stay."""
+    x = args[0]
+    # The shape, and for one that does not fit the error, are those of torch.
+    shape = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs).shape
+    local = x._local_tensor.detach()
+    if shape == x.shape:
+        return wrap(cls, local, x._spec)
+    mesh = x._spec.mesh
+    placement = cast(RaggedShard, x._spec.placements[-1]).flattening(len(shape))
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(shape, strides, local.dtype)
+    return wrap(cls, local, DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta))
+
+
+def _rows(x: DTensor, first: int, rows: int, shape: Sequence[int]) -> tuple[Tensor, DTensorSpec]:
+    """`rows` slices along the first dim from the `first` on, as a tensor of `shape`; views."""
+    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
+    numel = math.prod(x.shape[1:])
+    first, stop_at = first * numel, (first + rows) * numel
+    kept = [
+        (max(start, first) - start, max(min(stop, stop_at) - max(start, first), 0))
+        for start, stop in placement.all_bounds(x.numel())
+    ]  # of every rank's piece: where the run starts, and how many of its elements are there
+    begin, size = kept[shard_rank(mesh)]
+    part = RaggedShard(range(len(shape)), [size for _, size in kept])
+    local = x._local_tensor.narrow(0, begin if size else 0, size)
+    strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, local.dtype)
+    return local, DTensorSpec(mesh, placements_on(mesh, part), tensor_meta=meta)
 
 
 def _select(
@@ -178,18 +249,22 @@ def _select(
     rows, *shape = x.shape
     if not -rows <= index < rows:
         raise IndexError(f"index {index} is out of range for {describe(x)}")
-    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
-    numel = math.prod(shape)
-    first = index % rows * numel
-    kept = [
-        (max(start, first) - start, max(min(stop, first + numel) - max(start, first), 0))
-        for start, stop in placement.all_bounds(x.numel())
-    ]  # of every rank's piece: where the slice starts, and how many of its elements are there
-    begin, size = kept[shard_rank(mesh)]
-    row = RaggedShard(range(len(shape)), [size for _, size in kept])
-    local = x._local_tensor.narrow(0, begin if size else 0, size)
-    meta = TensorMeta(torch.Size(shape), x.stride()[1:], local.dtype)
-    return wrap(cls, local, DTensorSpec(mesh, placements_on(mesh, row), tensor_meta=meta))
+    return wrap(cls, *_rows(x, index % rows, 1, shape))
+
+
+def _slice(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """`x[a:b]` along the first dim, as `x[i]`."""
+    given: list[Any] = list(args)
+    x, dim, start, stop, step = given + [0, None, None, 1][len(given) - 1 :]
+    if x.dim() == 0 or dim not in (0, -x.dim()) or step != 1:
+        raise refusal(
+            func, f"expected a run of the first dim of {describe(x)}, got {dim=} and {step=}"
+        )
+    first, end, _ = slice(start, stop).indices(x.shape[0])
+    rows = max(end - first, 0)
+    return wrap(cls, *_rows(x, first, rows, (rows, *x.shape[1:])))
 
 
 def _new(
@@ -220,9 +295,7 @@ def _copy(
             f"expected a source cut alike or a plain tensor of the full shape for "
             f"{describe(target)}, got {type(source).__name__} of shape {tuple(source.shape)}",
         )
-    placement, rank = target._spec.placements[-1], shard_rank(target._spec.mesh)
-    start, stop = placement.bounds(rank, target.numel())  # type: ignore[attr-defined]
-    func(target._local_tensor, source.reshape(-1)[start:stop], *rest, **kwargs)
+    func(target._local_tensor, own_range(target._spec, source), *rest, **kwargs)
     return target
 
 
@@ -259,7 +332,7 @@ def _local_lists(
             _check_alike(func, x, y)
             return y._local_tensor
         if isinstance(x, cls):
-            return _scalar(func, x, y)
+            return _plain_operand(func, x, y)
         if isinstance(y, DTensor):
             raise refusal(func, f"position {i} holds a {type(y).__name__}; pass it in its own call")
         return y
@@ -347,9 +420,11 @@ def _table() -> dict[OpOverload, Handler]:
     allow(_IN_PLACE_ONLY.split(), "default Scalar Tensor", _in_place)
     allow(["detach", "alias", "_pin_memory"], "default", _elementwise)
     allow(_LIKE.split(), "default", _like)
-    allow(["view", "_unsafe_view", "expand"], "default", _same_shape_view)
+    allow(["expand"], "default", _expand)
+    allow(["view", "_unsafe_view", "unsqueeze", "squeeze"], "default dim dims", _view)
     allow(["new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros"], "default", _new)
     allow(["select"], "int", _select)
+    allow(["slice"], "Tensor", _slice)
     allow(["copy_"], "default", _copy)
     allow(["is_pinned", "record_stream"], "default", _on_first)
     allow(["is_same_size"], "default", _is_same_size)

@@ -176,6 +176,10 @@ class RaggedShard(Placement):
                 f"dims ({slice_numel} elements), got {self!r}"
             )
 
+    def flattening(self, ndim: int) -> RaggedShard:
+        """The same cuts of the same elements for a tensor of `ndim` dims, all flattened."""
+        return RaggedShard._from_runs(tuple(range(ndim)), self._runs, self._unit_numel)
+
     def bounds(self, rank: int, numel: int) -> tuple[int, int]:
         """The flat element range `(start, stop)` that `rank` holds of a tensor of `numel` elements.
 

@@ -1,20 +1,37 @@
-"""The full reductions that RaggedDTensor allows, each with its own collective.
+"""The reductions that RaggedDTensor allows, each with its own collective.
 
 Touches local tensors and the process group of the mesh's shard axis: replicas hold the same and
 need not be asked. Results are plain tensors, the same on all ranks. Which ops may be here says
-[Note: allow-list] in ragged_ops.py.
+[Note: allow-list] in local_ops.py.
+
+[Note: partial reductions]
+A rank's piece is a few boxes of the full tensor (see `boxes` in placement.py). It reduces each and
+folds it into a result of the full size, where an element that no box of this rank contributes to
+holds what the collective ignores: 0 for sums, -inf for the largest. Then one collective combines
+the results of all ranks. A reduction over all dims takes the flat piece as the only box.
 
 [Note: norms]
 A rank takes the norm of its own piece with torch's kernel, accumulated in float32 (float64 for
 float64). The p-th powers of these are added over ranks in float64, and the root is taken once;
 orders inf and -inf take the largest and smallest instead. An empty piece contributes nothing. The
 result is rounded to the dtype of the tensor once, at the end.
+
+[Note: gradients of reductions]
+The gradient of a sum or mean is a plain tensor of the full shape, the same on all ranks: autograd
+makes it of the result's shape, which says nothing of the layout. A hook on the tensor that was
+reduced takes this rank's range of it, so that the gradient of a parameter has the parameter's
+layout. It is set when a reduction is first recorded, and does nothing to gradients of other ops.
+Before, gradients of several uses are added up, plain ones beside sharded ones. As in `full_tensor`,
+the gradient of a result is taken to be the same on all ranks.
 """
 
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
 from typing import Any, cast
 
 import torch
@@ -23,14 +40,25 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from sharding.tensor.local_ops import Handler, describe, foreach_in_place, refusal, unwrap
+from sharding.tensor.local_ops import (
+    Handler,
+    bounds_of,
+    foreach_in_place,
+    overloads_of,
+    own_range,
+    refusal,
+    unwrap,
+    wrap,
+)
+from sharding.tensor.placement import boxes
 from sharding.transport.axes import shard_group
 
 aten = torch.ops.aten
 
-# (op, tensor, arguments by name) -> 0-dim result
-Combine = Callable[[OpOverload, DTensor, dict[str, Any]], Tensor]
+# (op, what to reduce, arguments by name) -> result, reduced dims kept with size 1
+Combine = Callable[[OpOverload, "_Job", dict[str, Any]], Tensor]
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> Tensor:
@@ -61,25 +89,148 @@ def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return by_name
 
 
-def _covers_all(x: DTensor, dim: int | Iterable[int] | None) -> bool:
-    dims = [] if dim is None else [dim] if isinstance(dim, int) else list(dim)
-    return not dims or sorted(d % max(x.dim(), 1) for d in dims) == list(range(x.dim()))
+def _dims(x: DTensor, dim: int | Iterable[int] | None) -> tuple[int, ...]:
+    """The dims to reduce, as torch reads them: none given are all."""
+    given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
+    ndim = max(x.dim(), 1)
+    for d in given:
+        if not -ndim <= d < ndim:
+            raise IndexError(
+                f"Dimension out of range (expected to be in range of [{-ndim}, {ndim - 1}], but "
+                f"got {d})"
+            )
+    if len({d % ndim for d in given}) < len(given):
+        raise RuntimeError(f"expected each dim once in the list of dims, got {given!r}")
+    return tuple(sorted(d % ndim for d in given)) or tuple(range(ndim))
 
 
-def _full(combine: Combine) -> Handler:
-    """A handler that reduces over all dims, or raises."""
+# (box, where in the result it goes) -> what the rank makes of it, reduced dims kept
+Reduce = Callable[[Tensor, tuple[slice, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A reduction of `x` over `dims`; see [Note: partial reductions].
+
+    Attributes:
+        shape: Of the result, reduced dims kept with size 1.
+        boxes: What this rank holds, and where in the result it goes.
+    """
+
+    x: DTensor
+    dims: tuple[int, ...]
+    shape: tuple[int, ...]
+    boxes: list[tuple[Tensor, tuple[slice, ...]]]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether all dims are reduced."""
+        return len(self.dims) == len(self.shape)
+
+    @property
+    def reduced_numel(self) -> int:
+        """How many elements one of the result is made of."""
+        return self.x.numel() if self.is_full else prod(self.x.shape[dim] for dim in self.dims)
+
+    def fold(
+        self,
+        nothing: float,
+        reduce: Reduce,
+        combine: Callable[[Tensor, Tensor], Tensor],
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """This rank's part of the result, `nothing` where it has none."""
+        result = self.x._local_tensor.new_full(self.shape, nothing, dtype=dtype)
+        for box, where in self.boxes:
+            result[where] = combine(result[where], reduce(box, where).to(dtype))
+        return result
+
+    def total(self, reduce: Reduce, dtype: torch.dtype = torch.float64) -> Tensor:
+        """The sum over ranks of what `reduce` makes of their boxes."""
+        own = self.fold(0, reduce, torch.add, dtype)
+        return _all_reduce(own, dist.ReduceOp.SUM, self.x.device_mesh)
+
+    def extreme(self, reduce: Reduce, *, largest: bool) -> Tensor:
+        """The largest or smallest over ranks, float64; any NaN gives NaN."""
+        nothing, better = (-math.inf, torch.maximum) if largest else (math.inf, torch.minimum)
+        own = self.fold(nothing, reduce, better, torch.float64)
+        best = _extreme(own.view(-1), largest=largest, mesh=self.x.device_mesh)
+        return best.view(self.shape)
+
+
+def _job(x: DTensor, dims: tuple[int, ...]) -> _Job:
+    local, ndim = x._local_tensor, max(x.dim(), 1)
+    shape = tuple(1 if dim in dims else size for dim, size in enumerate(x.shape or (1,)))
+    if len(dims) == ndim:
+        whole = (slice(None),) * ndim
+        held = [(local.view(*shape[1:], -1), whole)] if local.numel() else []
+        return _Job(x, dims, shape, held)
+    held = []
+    start, stop = bounds_of(x._spec)
+    for box in boxes(start, stop, x.shape) if x.numel() else ():
+        begin = box.flat_start - start
+        where = tuple(
+            slice(0, 1) if dim in dims else slice(offset, offset + size)
+            for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
+        )
+        held.append((local[begin : begin + box.numel].view(box.sizes), where))
+    return _Job(x, dims, shape, held)
+
+
+def _reduction(combine: Combine) -> Handler:
+    """A handler that reduces over the dims that the op is given."""
 
     def handler(
         cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor:
         arguments = _arguments(func, args, kwargs)
         x = arguments["self"]
-        if not _covers_all(x, arguments.get("dim")):
-            raise refusal(func, f"expected all dims of {describe(x)}, got {arguments['dim']!r}")
-        result = combine(func, x, arguments)
-        return result.view((1,) * x.dim()) if arguments.get("keepdim") else result
+        dims = _dims(x, arguments.get("dim"))
+        result = combine(func, _job(x, dims), arguments)
+        _keep_gradient_sharded(x)
+        if arguments.get("keepdim"):
+            return result.view(result.shape if x.dim() else ())
+        return result.view([size for d, size in enumerate(result.shape) if d not in dims])
 
     return handler
+
+
+class _OwnRange(torch.autograd.Function):
+    """This rank's range of a plain gradient of the full shape."""
+
+    @staticmethod
+    def forward(ctx: Any, full: Tensor, cls: type[DTensor], spec: DTensorSpec) -> DTensor:
+        return wrap(cls, own_range(spec, full).clone(memory_format=torch.contiguous_format), spec)
+
+    @staticmethod
+    def backward(ctx: Any, grad: DTensor) -> tuple[Tensor, None, None]:
+        return grad.full_tensor(), None, None
+
+
+class _KeepSharded:
+    """The hook of [Note: gradients of reductions]."""
+
+    __torch_unserializable__ = True  # a copy of the tensor gets its own: pickling need not warn
+
+    def __init__(self, x: DTensor) -> None:
+        self._cls = type(x)
+        self._spec = x._spec
+        # A parameter may have been laid out anew before its gradient comes.
+        self._leaf = weakref.ref(x) if x.is_leaf else lambda: None
+
+    def __call__(self, grad: Tensor) -> Tensor:
+        if isinstance(grad, self._cls):
+            return grad
+        leaf = self._leaf()
+        return _OwnRange.apply(grad, self._cls, self._spec if leaf is None else leaf._spec)
+
+
+def _keep_gradient_sharded(x: DTensor) -> None:
+    """See [Note: gradients of reductions]."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        hooks = (x._backward_hooks or {}).values()
+        if not any(isinstance(hook, _KeepSharded) for hook in hooks):
+            x.register_hook(_KeepSharded(x))
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
@@ -89,47 +240,99 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def _sum(func: OpOverload, x: DTensor, arguments: dict[str, Any]) -> Tensor:
-    dtype = arguments["dtype"] or (x.dtype if x.dtype.is_floating_point else torch.int64)
-    if x.dtype.is_complex or dtype.is_floating_point != x.dtype.is_floating_point:
-        raise refusal(func, f"cannot sum {x.dtype} as {dtype}")
-    total = x._local_tensor.sum(dtype=_accumulator(dtype))
-    total = total.double() if dtype.is_floating_point else total
-    return _all_reduce(total, dist.ReduceOp.SUM, x.device_mesh).to(dtype)
+def _sum_boxes(job: _Job, dtype: torch.dtype) -> Tensor:
+    """Sums over all ranks, float64 or int64."""
+    accumulator = _accumulator(dtype)
+    return job.total(
+        lambda box, where: box.sum(job.dims, keepdim=True, dtype=accumulator),
+        torch.float64 if dtype.is_floating_point else torch.int64,
+    )
 
 
-def _mean(func: OpOverload, x: DTensor, arguments: dict[str, Any]) -> Tensor:
-    dtype = arguments["dtype"] or x.dtype
-    if not (dtype.is_floating_point and x.dtype.is_floating_point):
-        raise refusal(func, f"cannot average {x.dtype} as {dtype}")
-    total = x._local_tensor.sum(dtype=_accumulator(dtype)).double()
-    return (_all_reduce(total, dist.ReduceOp.SUM, x.device_mesh) / x.numel()).to(dtype)
+def _sum(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    given = job.x.dtype
+    dtype = arguments["dtype"] or (given if given.is_floating_point else torch.int64)
+    if given.is_complex or dtype.is_floating_point != given.is_floating_point:
+        raise refusal(func, f"cannot sum {given} as {dtype}")
+    return _sum_boxes(job, dtype).to(dtype)
 
 
-def _largest_or_smallest(*, largest: bool) -> Combine:
-    def combine(func: OpOverload, x: DTensor, arguments: dict[str, Any]) -> Tensor:
-        if x.dtype.is_complex or (not x.dtype.is_floating_point and x.dtype.itemsize > 4):
-            raise refusal(func, f"{x.dtype} does not fit the float64 that ranks are compared in")
-        local = x._local_tensor
-        if x.numel() == 0:
-            return func(local)  # raises the error of the full tensor, on every rank
-        if local.numel():
-            best = (local.amax() if largest else local.amin()).double()
-        else:
-            best = local.new_full((), -math.inf if largest else math.inf, dtype=torch.float64)
-        best = _extreme(best.view(1), largest=largest, mesh=x.device_mesh)
-        return best.view(()).to(x.dtype)
+def _mean(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    dtype = arguments["dtype"] or job.x.dtype
+    if not (dtype.is_floating_point and job.x.dtype.is_floating_point):
+        raise refusal(func, f"cannot average {job.x.dtype} as {dtype}")
+    return (_sum_boxes(job, dtype) / job.reduced_numel).to(dtype)
+
+
+def _count_nonzero(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    return job.total(lambda box, where: (box != 0).sum(job.dims, keepdim=True), torch.int64)
+
+
+def _variance(*, root: bool) -> Combine:
+    """`var` and `std`: the mean first, by a collective of its own, so that nothing cancels."""
+
+    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+        dtype = job.x.dtype
+        if not dtype.is_floating_point:
+            raise refusal(func, f"the variance of {dtype} is not supported")
+        accumulator, numel = _accumulator(dtype), job.reduced_numel
+        mean = (_sum_boxes(job, dtype) / numel).to(accumulator)
+        squares = job.total(
+            lambda box, where: (box - mean[where]).square().sum(job.dims, keepdim=True)
+        )
+        correction = 1 if arguments["correction"] is None else arguments["correction"]
+        variance = squares / max(numel - correction, 0)
+        return (variance.sqrt() if root else variance).to(dtype)
 
     return combine
 
 
+def _logsumexp(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    dtype = job.x.dtype
+    if not dtype.is_floating_point:
+        raise refusal(func, f"the logsumexp of {dtype} is not supported")
+    largest = job.extreme(lambda box, where: box.amax(job.dims, keepdim=True), largest=True)
+    largest = largest.masked_fill(largest.isinf(), 0)  # an infinity comes out of the sum
+    shift = largest.to(_accumulator(dtype))
+    total = job.total(lambda box, where: (box - shift[where]).exp().sum(job.dims, keepdim=True))
+    return (total.log() + largest).to(dtype)
+
+
+def _largest_or_smallest(*, largest: bool) -> Combine:
+    reduce = torch.amax if largest else torch.amin
+
+    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+        x = job.x
+        if x.dtype.is_complex or (not x.dtype.is_floating_point and x.dtype.itemsize > 4):
+            raise refusal(func, f"{x.dtype} does not fit the float64 that ranks are compared in")
+        if x.numel() == 0:
+            return _of_nothing(func, job, arguments)
+        best = job.extreme(lambda box, where: reduce(box, job.dims, keepdim=True), largest=largest)
+        return best.to(x.dtype)
+
+    return combine
+
+
+def _of_nothing(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    """What torch makes of an empty tensor: nothing, or an error that all ranks raise."""
+    others = {name: value for name, value in arguments.items() if name != "self"}
+    empty = job.x._local_tensor.new_empty(job.x.shape)
+    return cast(Tensor, func(empty, **others)).view(job.shape)
+
+
 def _any_or_all(*, any_of: bool) -> Combine:
     op = dist.ReduceOp.MAX if any_of else dist.ReduceOp.MIN
+    reduce, combined = (torch.any, torch.maximum) if any_of else (torch.all, torch.minimum)
 
-    def combine(func: OpOverload, x: DTensor, arguments: dict[str, Any]) -> Tensor:
-        local = x._local_tensor
-        verdict = local.any() if any_of else local.all()  # bool, or uint8 for uint8
-        return _all_reduce(verdict.to(torch.int32), op, x.device_mesh).to(verdict.dtype)
+    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+        own = job.fold(
+            0 if any_of else 1,
+            lambda box, where: reduce(box, job.dims, keepdim=True),
+            combined,
+            torch.int32,
+        )
+        dtype = torch.uint8 if job.x.dtype == torch.uint8 else torch.bool
+        return _all_reduce(own, op, job.x.device_mesh).to(dtype)
 
     return combine
 
@@ -177,9 +380,27 @@ def _norms(func: OpOverload, tensors: Sequence[DTensor], order: float) -> Tensor
     return powers.pow(1 / order)
 
 
-def _vector_norm(func: OpOverload, x: DTensor, arguments: dict[str, Any]) -> Tensor:
-    norms = _norms(func, [x], float(arguments["ord"]))
-    return norms.view(()).to(arguments["dtype"] or x.dtype)
+def _vector_norm(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+    x, order = job.x, float(arguments["ord"])
+    dtype = arguments["dtype"] or x.dtype
+    if job.is_full:
+        return _norms(func, [x], order).view(job.shape).to(dtype)
+    if not x.dtype.is_floating_point:
+        raise refusal(func, f"the norm of {x.dtype} is not supported")
+    if x.numel() == 0 and not 0 <= order < math.inf:
+        return _of_nothing(func, job, arguments)
+
+    def norms(box: Tensor, where: tuple[slice, ...]) -> Tensor:
+        return torch.linalg.vector_norm(
+            box, order, job.dims, keepdim=True, dtype=_accumulator(x.dtype)
+        ).double()
+
+    if math.isinf(order):
+        return job.extreme(norms, largest=order > 0).to(dtype)
+    if order == 0:  # numbers of nonzeros
+        return job.total(norms).to(dtype)
+    powers = job.total(lambda box, where: norms(box, where).pow(order))
+    return powers.pow(1 / order).to(dtype)
 
 
 def _foreach_norm(
@@ -217,20 +438,31 @@ def _unscale(
         found_inf.copy_(_all_reduce(found_inf, dist.ReduceOp.MAX, mesh))
 
 
+_COMBINE: dict[str, Combine] = {
+    "all": _any_or_all(any_of=False),
+    "amax": _largest_or_smallest(largest=True),
+    "amin": _largest_or_smallest(largest=False),
+    "any": _any_or_all(any_of=True),
+    "count_nonzero": _count_nonzero,
+    "linalg_vector_norm": _vector_norm,
+    "logsumexp": _logsumexp,
+    "max": _largest_or_smallest(largest=True),  # without a dim: with one it has positions, too
+    "mean": _mean,
+    "min": _largest_or_smallest(largest=False),
+    "std": _variance(root=True),
+    "sum": _sum,
+    "var": _variance(root=False),
+}
+_OVERLOADS = {"max": "default", "min": "default", "std": "correction", "var": "correction"}
+
 REDUCTIONS: dict[OpOverload, Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._foreach_norm.Scalar: _foreach_norm,
     aten.allclose.default: _equal,
-    aten.all.default: _full(_any_or_all(any_of=False)),
-    aten.amax.default: _full(_largest_or_smallest(largest=True)),
-    aten.amin.default: _full(_largest_or_smallest(largest=False)),
-    aten.any.default: _full(_any_or_all(any_of=True)),
     aten.equal.default: _equal,
-    aten.linalg_vector_norm.default: _full(_vector_norm),
-    aten.max.default: _full(_largest_or_smallest(largest=True)),
-    aten.mean.default: _full(_mean),
-    aten.mean.dim: _full(_mean),
-    aten.min.default: _full(_largest_or_smallest(largest=False)),
-    aten.sum.default: _full(_sum),
-    aten.sum.dim_IntList: _full(_sum),
+    **{
+        overload: _reduction(combine)
+        for name, combine in _COMBINE.items()
+        for overload in overloads_of([name], _OVERLOADS.get(name, "default dim dims dim_IntList"))
+    },
 }
