@@ -44,6 +44,8 @@ ORDER = {
         "buffer",
         "gradient_slots",
         "parameter",
+        "gathered",
+        "originals",
         "reduction",
         "containers",
         "bucket",

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
@@ -20,31 +20,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from sharding.fsdp.bucket import GATHERED
 from sharding.fsdp.module_state import state_of
+from sharding.fsdp.originals import sharded_as
 from sharding.planning.structure import DeclaresStructure, Structure
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of
 from sharding.transport.backends import backend_of, device_types, world
 
 Site = tuple[nn.Module, str]
-# Set on the original of a sharded parameter: whoever meets it later holds what no module has.
-_TAKEN = "_fully_sharded_as"
-
-
-def sharded_as(parameter: Tensor) -> str | None:
-    """The fqn under which `fully_shard` took an original parameter; None if it did not."""
-    return parameter.__dict__.get(_TAKEN)
-
-
-def gathered_from(parameter: Tensor) -> str | None:
-    """The fqn of the sharded parameter whose unsharded form this is; None if it is no such form."""
-    return parameter.__dict__.get(GATHERED)
-
-
-def mark_sharded(parameter: Tensor, fqn: str) -> None:
-    """Has `sharded_as` return `fqn` for an original parameter from here on."""
-    setattr(parameter, _TAKEN, fqn)
 
 
 def class_name(module: nn.Module) -> str:
@@ -303,12 +286,20 @@ def check_parameters(sites: dict[str, list[Site]]) -> None:
                 f"{fqn} has hooks on its gradient, which would never run again; register them on "
                 f"the sharded parameter, with register_post_accumulate_grad_hook"
             )
-        _check_dense(fqn, held)
+        _check_embedding(fqn, held)
 
 
-def _check_dense(fqn: str, held: Sequence[Site]) -> None:
+def _check_embedding(fqn: str, held: Sequence[Site]) -> None:
     for module, _ in held:
-        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            continue
+        if module.max_norm is not None:
+            raise NotImplementedError(
+                f"{fqn}: {type(module).__name__}(max_norm={module.max_norm}) rescales the rows "
+                f"that a rank looks up, which differ between ranks, in its forward; build it "
+                f"without max_norm and rescale the sharded parameter after each step"
+            )
+        if module.sparse:
             raise NotImplementedError(
                 f"{fqn} would get sparse gradients, which are not supported; build "
                 f"{type(module).__name__} with sparse=False"

@@ -21,19 +21,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
+from sharding.fsdp.gathered import GatheredForms, mark_gathered
 from sharding.fsdp.gradient_slots import GradientSlots
-from sharding.fsdp.parameter import BucketParameter, check_converted_as_a_whole
+from sharding.fsdp.parameter import BucketParameter, check_converted_as_a_whole, placement_in
 from sharding.fsdp.reduction import Reduction, Replicas
 from sharding.planning.negotiation import BucketPlan
-from sharding.planning.planner import ALIGN
-from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of, shard_group
 from sharding.transport.collectives import GatherOrder, Pending, PendingMean, Transport, next_tag
-from sharding.transport.debug import announce
-
-# Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
-GATHERED = "_gathered_form_of"
+from sharding.transport.debug import announce, check_written
 
 
 class ShardedState(Enum):
@@ -73,6 +69,7 @@ class Bucket:
         self.state = ShardedState.SHARDED
         self.initial_values = ""  # checksums, in debug mode
         self.unsharded_by_hand = False  # and not used in a forward since
+        self.stays_gathered = False  # after forward, until what it was gathered from changes
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
         self.grad_arrived: Callable[[], None] | None = None  # called after every gradient
@@ -87,6 +84,8 @@ class Bucket:
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
+        self._gathered = GatheredForms(self.parameters)
+        self._gathered.close()
         self._gather: Pending | None = None
         self._members: list[list[int]] = [
             [i for i, p in enumerate(self.parameters) if p.segment == segment]
@@ -96,6 +95,10 @@ class Bucket:
         self._seen: set[int] = set()  # gradients since the last reduction
         self._reduction: Reduction | None = None
 
+    @property
+    def _what(self) -> str:
+        return f"the reduction of bucket {self.name!r}"
+
     def register(self) -> None:
         """Gives the modules their sharded parameters."""
         for parameter in self.parameters:
@@ -104,17 +107,8 @@ class Bucket:
     def _make_buffer(
         self, segment: int, dtype: torch.dtype, device: torch.device
     ) -> DistributedBuffer:
-        policy = self._mp_policy
-        compute = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
-        reduce = (policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
-        return DistributedBuffer(
-            self.plan.segments[segment],
-            self.transport.rank,
-            dtype=dtype,
-            compute_dtype=compute,
-            reduce_dtype=reduce,
-            device=device,
-        )
+        plan, rank = self.plan.segments[segment], self.transport.rank
+        return DistributedBuffer.for_policy(plan, rank, self._mp_policy, dtype, device)
 
     def _make_slots(self) -> None:
         self._slots = [GradientSlots(each, self.buffers) for each in self.plan.reductions]
@@ -139,7 +133,7 @@ class Bucket:
         """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
         segment, index = self.plan.location[i]
         unsharded = self.buffers[segment].unsharded_parameter(index, self.plan.params[i].shape)
-        setattr(unsharded, GATHERED, self.plan.params[i].fqn)
+        mark_gathered(unsharded, self.plan.params[i].fqn)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
             unsharded.register_post_accumulate_grad_hook(partial(_accumulate, weakref.ref(self), i))
@@ -148,19 +142,8 @@ class Bucket:
 
     def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
         """A RaggedDTensor of parameter `i`'s shape and layout over `local`."""
-        spec = self.plan.params[i]
-        segment, index = self.plan.location[i]
-        plan = self.plan.segments[segment]
-        granule = plan.tensors[index].granule
-        placement = RaggedShard.from_range(
-            len(spec.shape),
-            plan.tensors[index].numel,
-            plan.offsets[index],
-            plan.shard_numel,
-            plan.world_size,
-            granule.numel if granule.is_plain else ALIGN,  # all cuts are multiples of ALIGN
-        )
-        return RaggedDTensor.from_local(local, self.mesh, placement, spec.shape)
+        shape = self.plan.params[i].shape
+        return RaggedDTensor.from_local(local, self.mesh, placement_in(self.plan, i), shape)
 
     def describe(self) -> str:
         """All that ranks must agree on before the first collective, as text."""
@@ -224,16 +207,7 @@ class Bucket:
 
     def _has_moved(self) -> bool:
         """Whether some parameter is another object or lies elsewhere than this bucket left it."""
-        for parameter in self.parameters:
-            if not parameter.is_held:
-                return True
-            # Empty pieces have no address: their dtype and device tell, so that ranks agree.
-            buffer = self.buffers[parameter.segment]
-            if parameter.local.data_ptr() != buffer.local_pointers[parameter.index]:
-                return True
-            if parameter.kind != (buffer.dtype, buffer.device):
-                return True
-        return False
+        return any(p.has_moved(self.buffers[p.segment]) for p in self.parameters)
 
     @torch.no_grad()
     def unshard(self) -> None:
@@ -253,6 +227,7 @@ class Bucket:
             )
         announce(f"gather of bucket {self.name!r}", self.groups)
         self.gather_order.record(self._tag)
+        self._gathered.note_sources()
         unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
         self._gather = self.transport.all_gather_(unsharded, self._tag)
         self.state = ShardedState.IN_FLIGHT
@@ -263,6 +238,7 @@ class Bucket:
         if self.state is ShardedState.UNSHARDED:
             return
         self._finish_gather()
+        self._gathered.open()
         self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
         for i, parameter in enumerate(self.parameters):
             parameter.unsharded.requires_grad_(i in self._trainable)
@@ -270,23 +246,51 @@ class Bucket:
         self.state = ShardedState.UNSHARDED
 
     def reshard(self) -> None:
-        """Registers the sharded parameters and frees the unsharded memory."""
+        """Registers the sharded parameters and frees the unsharded memory.
+
+        What was written into gathered parameters is copied back: see gathered.py.
+        """
         self.unsharded_by_hand = False
         if self.state is ShardedState.SHARDED:
             return
         self._finish_gather()
         if self.state is ShardedState.UNSHARDED:
-            self._keep_requires_grad()
+            self._write_back()
         self.register()
+        self._gathered.close()
         for buffer in self.buffers:
             buffer.free_unsharded()
         self.state = ShardedState.SHARDED
 
-    def _keep_requires_grad(self) -> None:
-        """Takes over `requires_grad` where it was changed on the gathered form."""
+    @torch.no_grad()
+    def _write_back(self) -> None:
+        """Takes over what was changed on the gathered forms: `requires_grad`, and values."""
         for i, parameter in enumerate(self.parameters):
             if parameter.unsharded.requires_grad != (i in self._trainable):
                 parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+        written = self._gathered.written()
+        for parameter in written:
+            self.buffers[parameter.segment].copy_changed(parameter.index, parameter.unsharded)
+        check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
+
+    @property
+    def gathered(self) -> list[BucketParameter]:
+        """The parameters whose modules hold their gathered form."""
+        return self.parameters if self.state is ShardedState.UNSHARDED else []
+
+    @property
+    def is_old(self) -> bool:
+        """Whether what is gathered, or on its way, was written since in its sharded form."""
+        return self.state is not ShardedState.SHARDED and self._gathered.are_old()
+
+    def check_is_gathered(self) -> None:
+        """Raises RuntimeError if backward used weights without any hook that saw it come."""
+        if self.state is not ShardedState.UNSHARDED:
+            raise RuntimeError(
+                f"backward went through bucket {self.name!r} before the gradient of an output of "
+                f"its module, without its weights; return what the loss uses from forward, or call "
+                f"set_reshard_after_forward(False) on the module"
+            )
 
     def _finish_gather(self) -> None:
         gather, self._gather = self._gather, None
@@ -322,10 +326,7 @@ class Bucket:
     def zero_grad(self, set_to_none: bool) -> None:
         """Clears the sharded gradients, which users see; not what waits for a reduction."""
         for parameter in self.parameters:
-            if set_to_none:
-                parameter.sharded.grad = None
-            elif parameter.sharded.grad is not None:
-                parameter.sharded.grad.zero_()
+            parameter.zero_grad(set_to_none)
 
     def drop_gradients(self) -> None:
         """Discards gradients that no reduction has delivered yet."""
@@ -358,6 +359,7 @@ class Bucket:
         grad, parameter.unsharded.grad = parameter.unsharded.grad, None
         if grad is None:
             return
+        self.check_is_gathered()
         if grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"{parameter.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
@@ -415,10 +417,6 @@ class Bucket:
         step = "average over" if self.replicas.requires_all_reduce else "sum within"
         announce(f"{step} replicas of bucket {self.name!r}", self.groups)
         self.replicas.average(self._reduction, self.workspace, self._what)
-
-    @property
-    def _what(self) -> str:
-        return f"the reduction of bucket {self.name!r}"
 
     @torch.no_grad()
     def wait_for_reduce(self) -> None:

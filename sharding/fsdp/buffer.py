@@ -35,6 +35,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.planning.planner import SegmentPlan
 
@@ -144,6 +145,21 @@ class DistributedBuffer:
         self.local_pointers = [self.local_view(i).data_ptr() for i in range(count)]
         self._gaps = self._local_gaps()
 
+    @staticmethod
+    def for_policy(
+        plan: SegmentPlan,
+        rank: int,
+        policy: MixedPrecisionPolicy,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> DistributedBuffer:
+        """A buffer of parameters of `dtype`; reductions default to the compute dtype."""
+        compute = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
+        reduce = (policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
+        return DistributedBuffer(
+            plan, rank, dtype=dtype, compute_dtype=compute, reduce_dtype=reduce, device=device
+        )
+
     # -- parameters ---------------------------------------------------------------------------
 
     def _local_range(self, index: int) -> tuple[int, int]:
@@ -180,6 +196,17 @@ class DistributedBuffer:
         if low < high and full.device.type != "meta":
             first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
             self.shard[low:high].copy_(full.detach().reshape(-1)[first : first + high - low])
+
+    def copy_changed(self, index: int, full: Tensor) -> None:
+        """As `copy_from_full`, but of a low-precision copy: elements that did not change stay."""
+        if full.dtype == self.dtype:
+            self.copy_from_full(index, full)
+            return
+        low, high = self.local_ranges[index]
+        first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
+        new = full.detach().reshape(-1)[first : first + high - low]
+        old = self.shard[low:high]
+        old.copy_(torch.where(new == old.to(new.dtype), old, new.to(old.dtype)))
 
     def unsharded_parameter(self, index: int, shape: Sequence[int]) -> nn.Parameter:
         """A parameter of the given shape that aliases the gathered buffer."""

@@ -6,8 +6,7 @@ May touch: modules' classes and parameters. The same call and the same method na
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
 import torch
@@ -15,7 +14,6 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sharding.checkpoint.load_checks import check_keys
 from sharding.fsdp.arguments import (
@@ -27,16 +25,15 @@ from sharding.fsdp.arguments import (
     checked_mesh,
     checked_structure,
     class_name,
-    mark_sharded,
     mesh_device,
     modules_of_this_call,
     parameter_at,
     parameter_sites,
-    sharded_as,
     storage_device,
 )
 from sharding.fsdp.bucket import Bucket
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
+from sharding.fsdp.originals import mark_sharded, watch_optimizers
 from sharding.planning.negotiation import ParamSpec, negotiate
 from sharding.planning.plan_file import PlanSource, planned_bucket
 from sharding.planning.structure import DeclaresStructure, Demand, Structure
@@ -151,7 +148,7 @@ def fully_shard(
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
         bucket.register()
-        _watch_optimizers()
+        watch_optimizers()
         for fqn, original in originals.items():
             mark_sharded(original, fqn)
     _move_buffers(modules, mesh_device(mesh))
@@ -293,6 +290,15 @@ class FSDPModule(torch_fsdp.FSDPModule):
             check_keys(cast(nn.Module, self), state_dict)
         return load(state_dict, *args, **kwargs)
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As nn.Module's; always the sharded parameters, which optimizers and checkpoints know."""
+        sharded = {id(p.unsharded): p.sharded for b in self._buckets(recurse) for p in b.gathered}
+        own: Any = super(torch_fsdp.FSDPModule, self)
+        for name, parameter in own.named_parameters(prefix, recurse, remove_duplicate):
+            yield name, sharded.get(id(parameter), parameter)
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As nn.Module's; reaches the sharded parameters while gathered ones are in their place."""
         for bucket in self._buckets(recurse=True):
@@ -301,8 +307,11 @@ class FSDPModule(torch_fsdp.FSDPModule):
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers this module's bucket (not those below); with `async_op` returns a handle."""
-        bucket = self._get_fsdp_state().bucket
+        state = self._get_fsdp_state()
+        bucket = state.bucket
         if bucket is not None:
+            if len(state.modules) == 1:  # what is computed outside of a forward has a root, too
+                state.lazy_init()
             bucket.unshard()
             bucket.unsharded_by_hand = True
         handle = UnshardHandle(bucket)
@@ -452,29 +461,3 @@ def _states_of(modules: Iterable[nn.Module | FSDPModule]) -> list[ModuleState]:
                 f"it first"
             )
     return [cast(FSDPModule, module)._get_fsdp_state() for module in modules]
-
-
-def _refuse_originals(
-    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raises before the step of an optimizer that was built before its model was sharded.
-
-    Its parameters get no gradients any more, so that the step would train nothing, in silence.
-    """
-    if hasattr(optimizer, "rebind"):  # ours look by themselves, whenever their state is used
-        return
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if (fqn := sharded_as(parameter)) is not None:
-                raise RuntimeError(
-                    f"{type(optimizer).__name__} holds the original of {fqn}, which fully_shard "
-                    f"has replaced since: a step would train nothing; build the optimizer after "
-                    f"fully_shard, pass a vfsdp_optim optimizer to it as optimizer=, or put the "
-                    f"sharded parameters into optimizer.param_groups"
-                )
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Has every optimizer of the process checked before its steps."""
-    register_optimizer_step_pre_hook(_refuse_originals)

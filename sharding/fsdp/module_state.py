@@ -12,7 +12,7 @@ frees nothing: the backward of its graph needs the weights before any hook of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -73,6 +73,8 @@ class ModuleState:
         self.backward_prefetch: list[ModuleState] = []
         self.in_backward = False
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
+        self._parts: list[nn.Module] = []  # the modules of this call, and those below them
+        self.open_calls = 0  # forwards that have begun and not returned, one inside the other
         self._calls = 0  # whose inputs still get their gradients in this backward
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
@@ -137,6 +139,7 @@ class ModuleState:
         """Becomes one of the states of a root."""
         self.context = context
         context.states.append(self)
+        self._parts = [part for module in self.modules for part in _parts(module)]
         if self.bucket is not None:
             self.bucket.name = name
             self.bucket.set_workspace(context.workspace)
@@ -152,11 +155,12 @@ class ModuleState:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         context = self.lazy_init()
         recompute = context.in_backward  # activation checkpointing runs forward inside backward
-        if not recompute:
+        if not recompute and not self.open_calls:
             if context.root is self:
                 context.begin_forward()
             elif self.bucket is not None and not self._running:
                 context.begin_call(self.bucket)
+        self.open_calls += 1
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.bucket is None:
             return args, kwargs
@@ -171,11 +175,13 @@ class ModuleState:
                     state.bucket.unshard()
         self.bucket.wait_for_unshard()
         # Backward leaves the modules of a call in reverse order: the first one's inputs end it.
-        return self._watch_inputs(args, kwargs) if is_first else (args, kwargs)
+        return self._watch_inputs(args, kwargs, recompute) if is_first else (args, kwargs)
 
     def begin_forward(self) -> None:
         """Forgets modules that were still to run in the last forward."""
         self._running.clear()
+        if self.bucket is not None:
+            self.bucket.stays_gathered = self.reshard_after_forward is False
 
     @torch._dynamo.disable
     def _post_forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
@@ -183,11 +189,13 @@ class ModuleState:
             return output
         context = self.context
         self._running.discard(module)
+        self.open_calls = max(0, self.open_calls - 1)  # 0 where the hook before it raised
         watched = self._watch_outputs(output)
-        if self.bucket is not None and not self._running and not self.in_backward and watched:
+        is_done = not self._running and not self.open_calls
+        if self.bucket is not None and is_done and not self.in_backward and watched:
             if context.in_backward or self._frees_after_forward(self.bucket, context):
                 self.bucket.reshard()
-        if context.root is self and not context.in_backward:
+        if context.root is self and not self.open_calls and not context.in_backward:
             context.end_forward()
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
@@ -213,15 +221,18 @@ class ModuleState:
     # -- backward -------------------------------------------------------------------------------
 
     def _watch_inputs(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Has `_after_backward` called when the gradients of all inputs are known."""
         if not torch.is_grad_enabled():
             return args, kwargs
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
+        # A call without such an input stays open until the end of backward. What is computed again
+        # in backward was counted, but by reentrant checkpointing, whose forward builds no graph.
+        if not (recompute and self._calls > 0):
+            self._calls += 1
         if not tensors:
             return args, kwargs
-        self._calls += 1
         watched = iter(_InputGradients.apply(self._after_backward, *tensors))
         return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
 
@@ -240,8 +251,25 @@ class ModuleState:
         for tensor in trained:
             if tensor.is_leaf:
                 return False
-            tensor.register_hook(self._before_backward)
+            self._announce(tensor)
+        for tensor in self._kept_tensors():
+            self._announce(tensor)
         return bool(trained) or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in parts)
+
+    def _announce(self, tensor: Tensor) -> None:
+        tensor.register_hook(self._before_backward)
+        # An in-place change of a view takes the hook out of the graph, but not its base's node.
+        if tensor._base is not None and tensor._base.grad_fn is not None:
+            tensor._base.grad_fn.register_prehook(self._before_base)
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """What the modules keep of their forward, such as the input of an auxiliary loss."""
+        return [
+            value
+            for module in self._parts
+            for value in module.__dict__.values()
+            if isinstance(value, Tensor) and value.grad_fn is not None
+        ]
 
     @torch._dynamo.disable
     def _before_backward(self, grad: Tensor) -> Tensor:
@@ -258,25 +286,36 @@ class ModuleState:
             self.bucket.wait_for_unshard()
         return grad
 
+    def _before_base(self, grads: tuple[Tensor, ...]) -> None:
+        self._before_backward(grads[0])
+
     def reset(self) -> None:
         """Forgets an iteration that an exception ended."""
         self.end_backward()
         self._running.clear()
+        self.open_calls = 0
         if self.bucket is not None:
             self.bucket.drop_gradients()
             self.bucket.reshard()
 
     def _after_backward(self) -> None:
         """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
-        self.in_backward = False
         self._calls -= 1
+        if self._calls > 0:
+            return
+        self.in_backward = False
         if self.bucket is None:
             return
+        self.bucket.check_is_gathered()
         context = self.lazy_init()
-        if self.bucket.reshard_after_backward and not context.keeps_weights:
+        if self._may_free(self.bucket):
             self.bucket.reshard()
-        if self._calls <= 0:
-            context.left_backward(self.bucket)
+        context.left_backward(self.bucket)
+
+    def _may_free(self, bucket: Bucket) -> bool:
+        """Whether nothing needs the weights of a bucket that backward has left."""
+        kept = self.open_calls or self.lazy_init().keeps_weights
+        return bucket.reshard_after_backward and not kept
 
     def end_backward(self) -> None:
         """Forgets which calls of this backward are still open."""
@@ -295,6 +334,14 @@ def attach_state(module: nn.Module, state: ModuleState) -> None:
 def state_of(module: nn.Module) -> ModuleState | None:
     """The state of the `fully_shard` call that was given this module, if any."""
     return module.__dict__.get(_STATE)
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """A module and what is below it, down to the modules of other `fully_shard` calls."""
+    yield module
+    for child in module.children():
+        if state_of(child) is None:
+            yield from _parts(child)
 
 
 def _reshard_below(module: nn.Module) -> None:

@@ -12,6 +12,10 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from sharding.fsdp.buffer import DistributedBuffer
+from sharding.planning.negotiation import BucketPlan
+from sharding.planning.planner import ALIGN
+from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 
 
@@ -42,10 +46,28 @@ class BucketParameter:
         """Whether all its modules hold the sharded parameter."""
         return all(module._parameters.get(name) is self.sharded for module, name in self.sites)
 
+    def has_moved(self, buffer: DistributedBuffer) -> bool:
+        """Whether it is another object, or lies elsewhere, than its bucket left it."""
+        # Empty pieces have no address: their dtype and device tell, so that ranks agree.
+        local = self.sharded._local_tensor
+        return (
+            not self.is_held
+            or local.data_ptr() != buffer.local_pointers[self.index]
+            or local.dtype != buffer.dtype
+            or local.device != buffer.device
+        )
+
     def put(self, form: Tensor) -> None:
         """Has its modules hold this form."""
         for module, name in self.sites:
             _put(module, name, form)
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Clear the sharded gradient, which users see."""
+        if set_to_none:
+            self.sharded.grad = None
+        elif self.sharded.grad is not None:
+            self.sharded.grad.zero_()
 
     def check_user_grad(self) -> None:
         """Raises for a gradient that cannot be added to, before any rank waits for another."""
@@ -78,6 +100,21 @@ class BucketParameter:
                 self.sharded.copy_(held.detach())
             self.sharded.requires_grad_(held.requires_grad)
             _put(module, name, self.sharded)
+
+
+def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
+    """How parameter `i` of a bucket is cut."""
+    segment, index = plan.location[i]
+    buffer = plan.segments[segment]
+    granule = buffer.tensors[index].granule
+    return RaggedShard.from_range(
+        len(plan.params[i].shape),
+        buffer.tensors[index].numel,
+        buffer.offsets[index],
+        buffer.shard_numel,
+        buffer.world_size,
+        granule.numel if granule.is_plain else ALIGN,  # all cuts are multiples of ALIGN
+    )
 
 
 def _put(module: nn.Module, name: str, tensor: Tensor) -> None:

@@ -45,6 +45,7 @@ class State(Protocol):
     optimizer: DeclaresStructure | None
     ignored: Collection[nn.Parameter]
     in_backward: bool
+    open_calls: int
 
     def begin_forward(self) -> None:
         """Forgets modules that were still to run in the last forward."""
@@ -189,7 +190,8 @@ class RootContext:
         self._previous_order, self._order = self._order, []
 
     def _drop_old(self, bucket: Bucket) -> None:
-        if bucket.reshard_after_backward and not bucket.unsharded_by_hand:
+        kept = bucket.unsharded_by_hand or bucket.stays_gathered
+        if bucket.is_old or (bucket.reshard_after_backward and not kept):
             bucket.reshard()
 
     def begin_call(self, bucket: Bucket) -> None:
@@ -201,7 +203,8 @@ class RootContext:
         """Drops gathers that were started for modules that did not run."""
         self._in_forward = self._builds_graph = False
         for bucket in self.buckets:
-            if bucket.state is ShardedState.IN_FLIGHT or not torch.is_grad_enabled():
+            trains = torch.is_grad_enabled()
+            if bucket.state is ShardedState.IN_FLIGHT or not (trains or bucket.stays_gathered):
                 bucket.reshard()
 
     def is_last(self, bucket: Bucket) -> bool:
@@ -281,9 +284,10 @@ class RootContext:
         self._at_end = None
         for state in self.states:
             state.end_backward()
-        for bucket in self.buckets:
-            if bucket.reshard_after_backward and not self.creates_graph:
-                bucket.reshard()
+            if state.bucket is None or self.creates_graph or state.open_calls:
+                continue
+            if state.bucket.reshard_after_backward:
+                state.bucket.reshard()
         self._has_graph = self.creates_graph
         self.creates_graph = False
 
@@ -308,7 +312,12 @@ class RootContext:
 
 def _prefetch(bucket: Bucket, order: list[Bucket], step: int) -> None:
     """Starts the gather of the bucket `step` places after `bucket` in `order`."""
-    if bucket in order:
-        neighbour = order.index(bucket) + step
-        if 0 <= neighbour < len(order):
-            order[neighbour].unshard()
+    if bucket not in order:
+        return
+    neighbour = order.index(bucket) + step
+    if not 0 <= neighbour < len(order):
+        return
+    # In backward, a use of weights that no hook announced is found by the gradients that they get.
+    # Where none do, nothing may lie in their memory before a hook has waited for it.
+    if step > 0 or order[neighbour].takes_gradients:
+        order[neighbour].unshard()

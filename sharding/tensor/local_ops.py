@@ -202,7 +202,14 @@ def _expand(
     x, shape = args[0], list(args[1])
     if len(shape) != x.dim() or any(n not in (-1, m) for n, m in zip(shape, x.shape, strict=True)):
         raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {args[1]!r}")
-    return wrap(cls, x._local_tensor.detach(), x._spec)
+    return wrap(cls, x._local_tensor, x._spec)
+
+
+def _alias(
+    cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
+) -> DTensor:
+    """The same piece, the very object: it counts the in-place changes that all aliases make."""
+    return wrap(cls, args[0]._local_tensor, args[0]._spec)
 
 
 def _view(
@@ -418,7 +425,8 @@ def _table() -> dict[OpOverload, Handler]:
     allow(unary + others, "out", _out)
     allow(["where"], "self", _elementwise)
     allow(_IN_PLACE_ONLY.split(), "default Scalar Tensor", _in_place)
-    allow(["detach", "alias", "_pin_memory"], "default", _elementwise)
+    allow(["detach", "alias"], "default", _alias)
+    allow(["_pin_memory"], "default", _elementwise)
     allow(_LIKE.split(), "default", _like)
     allow(["expand"], "default", _expand)
     allow(["view", "_unsafe_view", "unsqueeze", "squeeze"], "default dim dims", _view)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
@@ -45,6 +45,18 @@ _CUT_FULL_STATES = frozenset(
 )
 
 _HANDLERS = {**LOCAL_OPS, **RANDOM_OPS, **REDUCTIONS}
+# The places of the arguments that an op writes.
+_WRITTEN = {
+    func: places
+    for func in _HANDLERS
+    if (
+        places := [
+            (i, arg.name)
+            for i, arg in enumerate(func._schema.arguments)
+            if arg.alias_info is not None and arg.alias_info.is_write
+        ]
+    )
+}
 
 Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
 
@@ -118,7 +130,10 @@ class RaggedDTensor(DTensor):
         handler = _HANDLERS.get(func)
         if handler is None:
             raise refusal(func, "the op is not supported on a RaggedDTensor")
-        return handler(RaggedDTensor, func, args, kwargs or {})
+        result = handler(RaggedDTensor, func, args, kwargs or {})
+        if func in _WRITTEN:
+            _note_writes(func, args, kwargs or {})
+        return result
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -356,6 +371,21 @@ def distribute_ragged(
     start, stop = placement.bounds(shard_rank(mesh), full.numel())
     local = full.detach().reshape(-1)[start:stop].clone()
     return RaggedDTensor.from_local(local, mesh, placement, full.shape, requires_grad=requires_grad)
+
+
+def _note_writes(
+    func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> None:
+    """Count an in-place change of each piece that `func` wrote, as torch does above dispatch.
+
+    There it counts for the tensor at hand only, which may be `x.data`, and not for lists.
+    """
+    pieces: list[Tensor] = []
+    for place, name in _WRITTEN[func]:
+        arg = args[place] if place < len(args) else kwargs.get(name)
+        tensors = arg if isinstance(arg, (list, tuple)) else [arg]
+        pieces += [x._local_tensor for x in tensors if isinstance(x, RaggedDTensor)]
+    torch.autograd.graph.increment_version(pieces)
 
 
 class _ToLocal(torch.autograd.Function):

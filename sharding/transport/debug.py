@@ -39,13 +39,27 @@ def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
 
 def checksums(parameters: Mapping[str, Tensor]) -> str:
     """One line per parameter that changes when any bit of it does; empty outside of debug mode."""
-    if not enabled():
-        return ""
+    return "\n".join(_digests("initial values of", parameters)) if enabled() else ""
+
+
+def check_written(
+    written: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], bucket: str
+) -> None:
+    """Raises on all ranks unless they wrote the same into gathered weights; without debug nothing.
+
+    Every rank keeps its own range of what it wrote, so that other values elsewhere would be lost.
+    """
+    if enabled():
+        text = "\n".join(_digests("values of", written))
+        check_same_on_all_ranks(text, groups, f"what was written into gathered {bucket!r}")
+
+
+def _digests(what: str, parameters: Mapping[str, Tensor]) -> list[str]:
     lines = []
     for fqn, parameter in parameters.items():
         if parameter.device.type == "meta":
             continue
         flat = parameter.detach().reshape(-1).contiguous().view(torch.uint8).cpu()
         digest = hashlib.blake2b(flat.numpy().tobytes(), digest_size=8).hexdigest()
-        lines.append(f"initial values of {fqn}: {digest}")
-    return "\n".join(lines)
+        lines.append(f"{what} {fqn}: {digest}")
+    return lines

@@ -188,7 +188,7 @@ def mixed_policy() -> tuple[list[torch.dtype], list[torch.dtype], list[torch.dty
             self.codes = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            seen.extend(p.dtype for p in self.parameters())
+            seen.extend(p.dtype for p in (self.a, self.b, self.c, self.codes))
             return ((self.a + self.b) * self.c * self.codes * x).sum()
 
     model = Mixed()

@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from sharding.fsdp.arguments import gathered_from, sharded_as
+from sharding.fsdp.gathered import gathered_from
+from sharding.fsdp.originals import sharded_as
 from vfsdp_optim.parameters.param_shard import ParamShard
 
 

@@ -1,0 +1,133 @@
+"""The gathered forms of a bucket's parameters: how old they are, and what was written into them.
+
+May touch: the forms of one bucket's parameters; allocates and communicates nothing.
+
+[Note: writes into gathered weights]
+A module may write its weights in forward (a clamp, an average of code books), and users write them
+between `unshard()` and `reshard()`. torch counts the in-place changes of each tensor, so that a
+reshard sees which gathered parameters were written, and each rank copies its own range of them
+back: the same as in one process wherever all ranks write the same. What was gathered is old when
+what it was gathered from was written since, in the form that users see or in the piece below it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from sharding.fsdp.parameter import BucketParameter
+
+# Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
+_GATHERED = "_gathered_form_of"
+
+
+def mark_gathered(parameter: Tensor, fqn: str) -> None:
+    """Have `gathered_from` return `fqn` for an unsharded parameter from here on."""
+    setattr(parameter, _GATHERED, fqn)
+
+
+def gathered_from(parameter: Tensor) -> str | None:
+    """The fqn of the sharded parameter whose unsharded form this is; None if it is no such form."""
+    return cast("str | None", parameter.__dict__.get(_GATHERED))
+
+
+def _metadata() -> frozenset[Callable[..., Any]]:
+    """What may be asked of a parameter without memory: all that reads none."""
+    properties = """shape dtype device layout ndim requires_grad is_leaf grad grad_fn is_meta
+    is_cuda is_cpu is_sparse is_nested _version _backward_hooks""".split()
+    methods = """size dim numel nelement stride storage_offset element_size untyped_storage
+    is_floating_point is_complex is_contiguous requires_grad_ __len__ __hash__""".split()
+    found: list[Any] = [getattr(Tensor, name) for name in methods]
+    for name in properties:
+        found += [getattr(Tensor, name).__get__, getattr(Tensor, name).__set__]
+    return frozenset(found)
+
+
+_METADATA = _metadata()
+
+
+class FreedParameter(nn.Parameter):
+    """What a gathered parameter is while its memory is freed: no operation reads it unnoticed."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Answer what needs no memory.
+
+        Raises:
+            RuntimeError: Anything else is asked for; names the parameter.
+        """
+        if func in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        leaves = [*args, *(kwargs or {}).values()]
+        lists = [each for each in leaves if isinstance(each, (list, tuple))]
+        leaves += [each for one in lists for each in one]
+        freed = next((each for each in leaves if isinstance(each, FreedParameter)), None)
+        name = "a parameter" if freed is None else gathered_from(freed)
+        raise RuntimeError(
+            f"{name} was kept in its gathered form, whose memory was freed by a reshard, and used "
+            f"in {getattr(func, '__name__', func)}; take parameters from model.named_parameters() "
+            f"when they are needed, or keep them gathered with set_reshard_after_forward(False)"
+        )
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+        """Say what it was; never raises, so that debuggers can show it."""
+        return f"FreedParameter({gathered_from(self)!r}, shape={tuple(self.shape)})"
+
+
+class GatheredForms:
+    """What a bucket's gathered parameters came from. See [Note: writes into gathered weights]."""
+
+    def __init__(self, parameters: Sequence[BucketParameter]) -> None:
+        self._parameters = parameters
+        self._sources: list[tuple[int, int]] = []  # versions as of the last gather
+        self._forms: list[int] = []
+
+    def note_sources(self) -> None:
+        """Remember what is gathered from now on."""
+        self._sources = self._source_versions()
+
+    def open(self) -> None:
+        """Make parameters of what was freed; their values have arrived."""
+        for parameter in self._parameters:
+            parameter.unsharded.__class__ = nn.Parameter
+        self._forms = [parameter.unsharded._version for parameter in self._parameters]
+
+    def close(self) -> None:
+        """Have every further use of the gathered forms raise."""
+        for parameter in self._parameters:
+            parameter.unsharded.__class__ = FreedParameter
+
+    def are_old(self) -> bool:
+        """Whether what was gathered has been written since, in its sharded form."""
+        return self._sources != self._source_versions()
+
+    def written(self) -> list[BucketParameter]:
+        """The parameters whose gathered form was written.
+
+        Raises:
+            RuntimeError: The sharded form of one was written as well.
+        """
+        found = []
+        for i, parameter in enumerate(self._parameters):
+            if parameter.unsharded._version == self._forms[i]:
+                continue
+            if parameter.sharded._version != self._sources[i][0]:
+                raise RuntimeError(
+                    f"{parameter.fqn} was written in its gathered form and in its sharded one, and "
+                    f"one would be lost; call reshard() between the two"
+                )
+            found.append(parameter)
+        return found
+
+    def _source_versions(self) -> list[tuple[int, int]]:
+        return [(p.sharded._version, p.sharded._local_tensor._version) for p in self._parameters]

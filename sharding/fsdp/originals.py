@@ -1,0 +1,60 @@
+"""Who holds a parameter that training does not use: originals of sharded ones, and gathered forms.
+
+May touch: marks on parameters; watches the steps of every optimizer of the process.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from sharding.fsdp.gathered import gathered_from
+
+# Set on the original of a sharded parameter: whoever meets it later holds what no module has.
+_TAKEN = "_fully_sharded_as"
+
+
+def sharded_as(parameter: Tensor) -> str | None:
+    """The fqn under which `fully_shard` took an original parameter; None if it did not."""
+    return parameter.__dict__.get(_TAKEN)
+
+
+def mark_sharded(parameter: Tensor, fqn: str) -> None:
+    """Has `sharded_as` return `fqn` for an original parameter from here on."""
+    setattr(parameter, _TAKEN, fqn)
+
+
+def _refuse_originals(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raises before the step of an optimizer that was built before its model was sharded.
+
+    Its parameters get no gradients any more, so that the step would train nothing, in silence.
+    """
+    if hasattr(optimizer, "rebind"):  # ours look by themselves, whenever their state is used
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if (fqn := gathered_from(parameter)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds {fqn} in its gathered form, which is freed "
+                    f"after forward: a step would train nothing; build the optimizer from "
+                    f"model.parameters() of the module that fully_shard was given"
+                )
+            if (fqn := sharded_as(parameter)) is not None:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} holds the original of {fqn}, which fully_shard "
+                    f"has replaced since: a step would train nothing; build the optimizer after "
+                    f"fully_shard, pass a vfsdp_optim optimizer to it as optimizer=, or put the "
+                    f"sharded parameters into optimizer.param_groups"
+                )
+
+
+@cache
+def watch_optimizers() -> None:
+    """Has every optimizer of the process checked before its steps."""
+    register_optimizer_step_pre_hook(_refuse_originals)
