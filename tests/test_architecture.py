@@ -79,6 +79,7 @@ ORDER = {
         "nonfinite",
         "runs",
         "sharded_units",
+        "admission",
         "standing_state",
         "working_set",
         "agreement",

@@ -16,11 +16,12 @@ from sharding.planning.structure import Blocks, Demand, FullMatrix
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
-from vfsdp_optim.parameters.given import check_current, check_kind, distinct, named
-from vfsdp_optim.parameters.param_shard import ParamShard, Ranks, local_tensor
+from vfsdp_optim.parameters.given import check_current, distinct, named
+from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
 from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.admission import admit
 from vfsdp_optim.step.agreement import check_agreement
 from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.step.runs import Member
@@ -29,7 +30,6 @@ from vfsdp_optim.step.sharded_units import (
     Job,
     LocalMatrices,
     ShardedMatrices,
-    check_exchange,
     make_jobs,
     plan_jobs,
 )
@@ -142,14 +142,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self.defaults = union
         try:
             check_params(group, own_keys, where)
-            for param, fqn in named(group, where):
-                check_kind(param, fqn, whole_matrices=isinstance(algorithm, MatrixAlgorithm))
-                algorithm.check_param(group, param.shape, fqn)
-                structure = algorithm.structure(group, param.shape)
-                if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
-                    wire = algorithm.wire_dtype(group, param.device)
-                    shard = ParamShard.of(param, fqn, self._replicas)
-                    check_exchange(shard, fqn, structure, wire, self._max_exchange_bytes)
+            limits = self._replicas, self._max_exchange_bytes
+            admit(group, where, algorithm, *limits, self._has_state)
         except Exception:
             self.param_groups.pop()
             raise
@@ -160,13 +154,16 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 each.setdefault("betas", self.defaults["betas"])
 
     def demands(self, param: Tensor) -> tuple[Demand, ...]:
-        """Return the structure that state and step need of `param`; () if it is in no group."""
+        """Return the structure that state and step need of `param`; () if it is in no group.
+
+        No step needs one of what is frozen.
+        """
         for group in self.param_groups:
             if any(param is p for p in group["params"]):
                 algorithm = self._algorithms[group["algorithm"]]
                 stored = Demand(Blocks(256), "stored", by=type(self).__name__)
                 structure = algorithm.structure(group, param.shape)
-                if not isinstance(structure, FullMatrix):
+                if not isinstance(structure, FullMatrix) or not self._has_state(param):
                     return (stored,)
                 return stored, Demand(structure, "step", by=type(self).__name__)
         return ()
@@ -449,8 +446,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
             or any(member.moved for member in layout.members)
         ):
             self._layout, self._edited = None, True  # until it is right
+            limits = self._replicas, self._max_exchange_bytes
             layout = make_layout(
-                self.param_groups, self._algorithms, self._replicas, self._states, self._has_state
+                self.param_groups, self._algorithms, *limits, self._states, self._has_state
             )
             layout.key = self._layout_key()  # parameters have state from here on
             self._layout, self._edited = layout, False

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from sharding.fsdp.gathered import gathered_from
 from sharding.fsdp.originals import sharded_as
-from vfsdp_optim.parameters.param_shard import ParamShard
 
 
 def named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
@@ -35,19 +34,11 @@ def distinct(params: list[Any], where: str) -> list[Any]:
     return [params[i] for i in first.values()]
 
 
-def check_kind(param: Tensor, fqn: str, *, whole_matrices: bool) -> None:
-    """Refuse what cannot be updated.
-
-    Args:
-        param: of a group.
-        fqn: its name.
-        whole_matrices: whether the algorithm of its group needs them.
+def check_not_gathered(param: Tensor, fqn: str) -> None:
+    """Refuse the unsharded form of a sharded parameter, frozen or not.
 
     Raises:
-        NotImplementedError: a DTensor with partial sums, or of matrices whose pieces are no ranges
-            of the flattened parameter.
-        RuntimeError: the unsharded form of a sharded parameter, which is gone after backward.
-        ValueError: a dtype that is not real and floating, of a parameter that is not frozen.
+        RuntimeError: it is one, which is gone after backward.
     """
     if gathered_from(param) is not None:
         raise RuntimeError(
@@ -55,12 +46,6 @@ def check_kind(param: Tensor, fqn: str, *, whole_matrices: bool) -> None:
             "without backward or by unshard(); call reshard() on the fully sharded modules before "
             "building the optimizer"
         )
-    shard = ParamShard.of(param, fqn)
-    if whole_matrices:
-        shard.check_has_ranges(fqn)
-    # What is frozen, such as a quantized base under adapters, is never updated.
-    if not param.is_floating_point() and (param.requires_grad or param.is_complex()):
-        raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
 
 
 def check_current(groups: list[dict[str, Any]]) -> None:

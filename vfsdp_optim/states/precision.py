@@ -5,7 +5,7 @@ The choice never depends on a local size, a mesh or a device, so it is the same 
 """
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -63,21 +63,10 @@ def check_params(group: dict[str, Any], own_keys: Iterable[str], where: str) -> 
 
     Raises:
         ValueError: a name is not a parameter's, or the parameters have nothing to round.
-        NotImplementedError: a layout that is not supported.
     """
     check_used({key: group[key] for key in own_keys if key in PRECISION}, [group], where)
     wanted = set(group["keep_32bit"])
     group["keep_32bit"] = tuple(n for n in group.get("param_names", ()) if n in wanted)
-    for param, fqn in named(group, where):
-        check_blocks(group, ParamShard.of(param, fqn), fqn)
-    note_format(group, where)
-    for param, fqn in named(group, where):
-        rounded = weight_rule(group, param).draws and param.is_floating_point()  # or frozen
-        if rounded and param.dtype != torch.bfloat16:
-            raise ValueError(
-                f"{fqn}: stochastic_rounding=True rounds to bfloat16, got {param.dtype}; use "
-                "master_weights=True"
-            )
 
 
 def check_used(options: dict[str, Any], groups: Sequence[dict[str, Any]], where: str) -> None:
@@ -163,16 +152,22 @@ def state_formats(
     return formats
 
 
-def check_blocks(group: dict[str, Any], shard: ParamShard, fqn: str) -> None:
-    """Check that shards hold whole blocks of a parameter whose states are kept in blocks, and that
-    elements have an index where they are rounded by chance.
+def check_kept(group: dict[str, Any], shard: ParamShard, fqn: str) -> None:
+    """Check that a parameter and its states can be kept as its group says: shards hold whole blocks
+    where states are kept in blocks, elements have an index where they are rounded by chance.
 
     Raises:
-        ValueError: a shard starts inside a block, and the group does not accept that.
+        ValueError: a shard starts inside a block, and the group does not accept that; or the dtype
+            is not one to round to by chance.
         NotImplementedError: shards are no ranges of the parameter.
     """
     if weight_rule(group, shard.param).draws:
         shard.check_has_ranges(fqn)
+        if shard.param.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{fqn}: stochastic_rounding=True rounds to bfloat16, got {shard.param.dtype}; use "
+                "master_weights=True"
+            )
     if not is_8bit(group, tuple(shard.param.shape), fqn):
         return
     block_runs(shard, fqn)
@@ -188,7 +183,7 @@ def check_blocks(group: dict[str, Any], shard: ParamShard, fqn: str) -> None:
         )
 
 
-def note_format(group: dict[str, Any], where: str) -> None:
+def note_format(group: dict[str, Any], where: str, has_state: Callable[[Tensor], bool]) -> None:
     """Write what the codes of a group are into it, for checkpoints; None where it has none."""
     group["states_format"] = None
     if group["states"] == "8bit":
@@ -196,7 +191,7 @@ def note_format(group: dict[str, Any], where: str) -> None:
         shards = [
             (fqn, ParamShard.of(param, fqn))
             for param, fqn in named(group, where)
-            if is_8bit(group, tuple(param.shape), fqn)
+            if has_state(param) and is_8bit(group, tuple(param.shape), fqn)
         ]
         if any(_cut_block(shard) is not None for _, shard in shards):
             text = repr([(fqn, list(shard.all_bounds or ())) for fqn, shard in shards])

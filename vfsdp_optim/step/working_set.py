@@ -9,9 +9,10 @@ from torch import Tensor
 
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.given import named
-from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
-from vfsdp_optim.states.precision import check_blocks, note_format, state_formats, weight_rule
+from vfsdp_optim.parameters.param_shard import Ranks
+from vfsdp_optim.states.precision import note_format, state_formats, weight_rule
 from vfsdp_optim.states.weights import MASTER
+from vfsdp_optim.step.admission import check_update
 from vfsdp_optim.step.runs import Member, Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
 from vfsdp_optim.step.standing_state import (
@@ -54,6 +55,7 @@ def make_layout(
     groups: list[dict[str, Any]],
     algorithms: Mapping[str, Algorithm],
     replicas: Ranks | None,
+    max_exchange_bytes: int,
     states: States,
     has_state: Callable[[Tensor], bool],
 ) -> Layout:
@@ -63,20 +65,21 @@ def make_layout(
         groups: of the optimizer.
         algorithms: by name.
         replicas: that hold a copy each of every plain parameter.
+        max_exchange_bytes: memory for matrices that travel.
         states: `Optimizer.state`; written to after all of it was read.
         has_state: whether a parameter is to have state.
 
     Raises:
         RuntimeError, TypeError, ValueError: what stands there is no state of its parameter.
+        ValueError, NotImplementedError: what was frozen when its group came cannot be updated.
     """
     members: list[Member] = []
     for g, group in enumerate(groups):
         algorithm = algorithms[group["algorithm"]]
-        note_format(group, f"group {g}")
+        note_format(group, f"group {g}", has_state)
         for param, fqn in named(group, f"group {g}"):
             if has_state(param):
-                shard = ParamShard.of(param, fqn, replicas)
-                check_blocks(group, shard, fqn)
+                shard = check_update(group, param, fqn, algorithm, replicas, max_exchange_bytes)
                 old = standing(states, param, fqn)
                 formats = state_formats(algorithm, group, param, fqn, old)
                 rule = weight_rule(group, param)

@@ -1,0 +1,77 @@
+"""Which parameters a step can update, under the options of their group. Reads layouts and shapes;
+communicates nothing.
+
+A frozen parameter has no state and is never updated: whatever the base under adapters is kept in,
+no rule is asked about it before it trains.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+
+from sharding.planning.structure import FullMatrix
+from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
+from vfsdp_optim.parameters.given import check_not_gathered, named
+from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
+from vfsdp_optim.states.precision import check_kept, note_format
+from vfsdp_optim.step.sharded_units import check_exchange
+
+
+def admit(
+    group: dict[str, Any],
+    where: str,
+    algorithm: Algorithm,
+    replicas: Ranks | None,
+    max_exchange_bytes: int,
+    has_state: Callable[[Tensor], bool],
+) -> None:
+    """Check the parameters of a group that came, and note what its codes are.
+
+    Args:
+        group: complete.
+        where: names the group in errors.
+        algorithm: of the group.
+        replicas: that hold a copy each of every plain parameter.
+        max_exchange_bytes: memory for matrices that travel.
+        has_state: whether a parameter is to have state.
+
+    Raises:
+        RuntimeError: a parameter is the unsharded form of a sharded one.
+        ValueError: see `check_update`.
+        NotImplementedError: see `check_update`.
+    """
+    for param, fqn in named(group, where):
+        check_not_gathered(param, fqn)
+        if has_state(param):
+            check_update(group, param, fqn, algorithm, replicas, max_exchange_bytes)
+    note_format(group, where, has_state)
+
+
+def check_update(
+    group: dict[str, Any],
+    param: Tensor,
+    fqn: str,
+    algorithm: Algorithm,
+    replicas: Ranks | None,
+    max_exchange_bytes: int,
+) -> ParamShard:
+    """Return how a parameter that has state lies on this rank, if a step can update it.
+
+    Raises:
+        ValueError: a dtype, a shape or a matrix that cannot be treated.
+        NotImplementedError: a DTensor with partial sums, or pieces that are no ranges of the
+            flattened parameter where such are needed.
+    """
+    shard = ParamShard.of(param, fqn, replicas)
+    check_kept(group, shard, fqn)
+    if not param.is_floating_point():
+        raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
+    if isinstance(algorithm, MatrixAlgorithm):
+        shard.check_has_ranges(fqn)
+    algorithm.check_param(group, param.shape, fqn)
+    structure = algorithm.structure(group, param.shape)
+    if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
+        wire = algorithm.wire_dtype(group, param.device)
+        check_exchange(shard, fqn, structure, wire, max_exchange_bytes)
+    return shard
