@@ -50,6 +50,7 @@ ORDER = {
         "containers",
         "bucket",
         "root",
+        "asked_by_torch",
         "module_state",
         "arguments",
         "fully_shard",

@@ -371,7 +371,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
             each.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility; every backward ends with its reductions complete."""
+        """Accepted for compatibility; every backward ends with its reductions complete.
+
+        torch's pipeline schedules say with it that a stage has micro-batches left.
+        """
+        for state in self._states(recurse=True):
+            state.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Changes the `fully_shard` argument of the same name."""
@@ -435,6 +440,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
     set_unshard_in_backward = _unsupported(
         "set_unshard_in_backward", "backward needs the parameters"
     )
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted for torch's sake; gathers run asynchronously, on the current stream, always."""
+
     # From torch 2.15 on:
     set_keep_unsharded_storage = _unsupported(
         "set_keep_unsharded_storage",

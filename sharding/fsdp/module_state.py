@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from sharding.checkpoint.load_checks import LoadCheck
-from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.asked_by_torch import AskedByTorch, register
+from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
 from sharding.fsdp.root import RootContext
 from sharding.planning.structure import DeclaresStructure
@@ -40,7 +41,7 @@ class _InputGradients(torch.autograd.Function):
         return (None, *grads)
 
 
-class ModuleState:
+class ModuleState(AskedByTorch):
     """The hooks of one `fully_shard` call.
 
     Args:
@@ -72,6 +73,7 @@ class ModuleState:
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.in_backward = False
+        self.is_last_backward = True
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
         self._parts: list[nn.Module] = []  # the modules of this call, and those below them
         self.open_calls = 0  # forwards that have begun and not returned, one inside the other
@@ -278,6 +280,8 @@ class ModuleState:
         context.creates_graph |= torch.is_grad_enabled()
         self.in_backward = True
         if self.bucket is not None:
+            if not self.is_last_backward:
+                self._check_weights_are_reached(self.bucket)
             self.bucket.unshard()
             context.backward_reached(self.bucket)
             for state in self.backward_prefetch:
@@ -288,6 +292,25 @@ class ModuleState:
 
     def _before_base(self, grads: tuple[Tensor, ...]) -> None:
         self._before_backward(grads[0])
+
+    def _check_weights_are_reached(self, bucket: Bucket) -> None:
+        """Refuses a backward of a pipeline whose second half would miss the weights.
+
+        Schedules that split backward ask for the gradients of a stage's inputs first. What they
+        take for its weights is what the module holds then; the graph knows the gathered ones.
+        """
+        if bucket.state is ShardedState.UNSHARDED or bucket.reshard_after_backward:
+            return
+        weights = [p.unsharded for p in bucket.parameters if p.unsharded.requires_grad]
+        with torch._C.DisableTorchFunctionSubclass():  # they are freed
+            nodes = [torch.autograd.graph.get_gradient_edge(weight).node for weight in weights]
+        if nodes and not any(map(torch._C._will_engine_execute_node, nodes)):
+            raise RuntimeError(
+                f"backward of bucket {bucket.name!r} was split, gradients of inputs first, after "
+                f"its weights were freed: those of {bucket.parameters[0].fqn} would be lost. "
+                f"Pipeline schedules that split backward (zero bubble, DualPipeV) need "
+                f"fully_shard(..., reshard_after_forward=False) on every module of a stage"
+            )
 
     def reset(self) -> None:
         """Forgets an iteration that an exception ended."""
@@ -317,6 +340,13 @@ class ModuleState:
         kept = self.open_calls or self.lazy_init().keeps_weights
         return bucket.reshard_after_backward and not kept
 
+    def reduce_waiting_gradients(self) -> None:
+        """Reduces what backwards without sync have left, for all states below the root.
+
+        A collective; torch's pipeline schedules call it after the last micro-batch of a stage.
+        """
+        self.lazy_init().reduce_waiting_gradients()
+
     def end_backward(self) -> None:
         """Forgets which calls of this backward are still open."""
         self.in_backward = False
@@ -329,6 +359,7 @@ _STATE = "_fully_shard_state"
 def attach_state(module: nn.Module, state: ModuleState) -> None:
     """Remembers the state on its module, out of the way of nn.Module's registries."""
     module.__dict__[_STATE] = state
+    register(module, state)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -231,6 +231,24 @@ class RootContext:
             return
         if self._has_raised:
             self.reset()
+        at_end = self._open_backward()
+        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+
+    def reduce_waiting_gradients(self) -> None:
+        """Reduces, outside of backward, what backwards without sync have left; a collective."""
+        if self.in_backward:
+            raise RuntimeError("gradients that wait were to be reduced while backward still runs")
+        if self._has_raised:
+            self.reset()
+        at_end = self._open_backward()
+        for bucket in self.buckets:
+            for i, parameter in enumerate(bucket.parameters):
+                if parameter.unsharded.grad is not None:  # assigned, where backward is split
+                    bucket.accumulate_grad(i)
+        at_end()
+
+    def _open_backward(self) -> Callable[[], None]:
+        """Returns what must be called at the end; in `in_backward` as long as it is alive."""
         at_end = partial(self._end_backward)
         self._at_end = weakref.ref(at_end)
         self.creates_graph = False
@@ -239,7 +257,7 @@ class RootContext:
         self._order_before_backward = self.gather_order.value
         for bucket in reversed(self._unreduced):
             self._join_backward(bucket)
-        torch.autograd.Variable._execution_engine.queue_callback(at_end)
+        return at_end
 
     def backward_reached(self, bucket: Bucket) -> None:
         """Starts the gather that backward needs next; adds a graph that is walked once more."""
