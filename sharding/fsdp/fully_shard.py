@@ -293,8 +293,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module's; always the sharded parameters, which optimizers and checkpoints know."""
-        sharded = {id(p.unsharded): p.sharded for b in self._buckets(recurse) for p in b.gathered}
+        """As nn.Module's; always the sharded parameters, which optimizers and checkpoints know.
+
+        Only between the micro-batches of a pipeline, what the modules hold: schedules that split
+        backward look for the weights of a stage in the graph.
+        """
+        states = [s for s in self._states(recurse) if s.is_last_backward]
+        buckets = [s.bucket for s in states if s.bucket is not None]
+        sharded = {id(p.unsharded): p.sharded for b in buckets for p in b.gathered}
         own: Any = super(torch_fsdp.FSDPModule, self)
         for name, parameter in own.named_parameters(prefix, recurse, remove_duplicate):
             yield name, sharded.get(id(parameter), parameter)
