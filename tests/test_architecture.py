@@ -41,6 +41,7 @@ ORDER = {
     "sharding.tensor": ["placement", "local_ops", "random_ops", "reductions", "ragged_tensor"],
     "sharding.checkpoint": ["names", "load_checks", "full_state"],
     "sharding.fsdp": [
+        "transforms",
         "buffer",
         "gradient_slots",
         "parameter",

@@ -25,6 +25,7 @@ from sharding.fsdp.gathered import GatheredForms, mark_gathered
 from sharding.fsdp.gradient_slots import GradientSlots
 from sharding.fsdp.parameter import BucketParameter, check_converted_as_a_whole, placement_in
 from sharding.fsdp.reduction import Reduction, Replicas
+from sharding.fsdp.transforms import outside_of_transforms
 from sharding.planning.negotiation import BucketPlan
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of, shard_group
@@ -209,6 +210,7 @@ class Bucket:
         """Whether some parameter is another object or lies elsewhere than this bucket left it."""
         return any(p.has_moved(self.buffers[p.segment]) for p in self.parameters)
 
+    @outside_of_transforms
     @torch.no_grad()
     def unshard(self) -> None:
         """Starts the gather of this bucket, unless it runs or is done.
@@ -232,6 +234,7 @@ class Bucket:
         self._gather = self.transport.all_gather_(unsharded, self._tag)
         self.state = ShardedState.IN_FLIGHT
 
+    @outside_of_transforms
     def wait_for_unshard(self) -> None:
         """Completes the gather and registers the unsharded parameters."""
         self.unshard()
@@ -245,6 +248,7 @@ class Bucket:
             parameter.put(parameter.unsharded)
         self.state = ShardedState.UNSHARDED
 
+    @outside_of_transforms
     def reshard(self) -> None:
         """Registers the sharded parameters and frees the unsharded memory.
 

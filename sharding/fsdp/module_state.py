@@ -24,6 +24,7 @@ from sharding.fsdp.asked_by_torch import AskedByTorch, register
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
 from sharding.fsdp.root import RootContext
+from sharding.fsdp.transforms import in_transform, value_below
 from sharding.planning.structure import DeclaresStructure
 
 
@@ -233,7 +234,7 @@ class ModuleState(AskedByTorch):
         # in backward was counted, but by reentrant checkpointing, whose forward builds no graph.
         if not (recompute and self._calls > 0):
             self._calls += 1
-        if not tensors:
+        if not tensors or in_transform():
             return args, kwargs
         watched = iter(_InputGradients.apply(self._after_backward, *tensors))
         return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
@@ -243,12 +244,18 @@ class ModuleState(AskedByTorch):
 
         Returns:
             Whether that comes in time. Not so where an object of an unknown class may hide tensors,
-            or where the output is a weight itself: those that are gathered must then stay until the
-            end of backward, which the first gradient of a parameter announces.
+            where the output is a weight itself, or in a transform: those that are gathered must
+            then stay until the end of backward, which the first gradient of a parameter announces.
         """
         if not torch.is_grad_enabled():
             return True
         parts = list(leaves(output))
+        if in_transform():  # see [Note: transforms]
+            values = [value_below(leaf) for leaf in parts if isinstance(leaf, Tensor)]
+            for value in values:
+                if value.grad_fn is not None:
+                    self._announce(value)
+            return False
         trained = [leaf for leaf in parts if isinstance(leaf, Tensor) and leaf.requires_grad]
         for tensor in trained:
             if tensor.is_leaf:
