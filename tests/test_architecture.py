@@ -80,6 +80,7 @@ ORDER = {
     "vfsdp_optim.step": [
         "nonfinite",
         "runs",
+        "units",
         "sharded_units",
         "admission",
         "standing_state",

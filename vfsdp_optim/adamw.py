@@ -8,7 +8,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sharding.planning.structure import Elementwise, Structure
 from vfsdp_optim.algorithm import Algorithm, check_at_least_zero, check_state_dtype
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
@@ -62,9 +61,6 @@ class AdamWAlgorithm(Algorithm):
             raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
         check_state_dtype(group, where)
 
-    def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
-        """Accept every shape."""
-
     def counts_steps(self, group: dict[str, Any]) -> bool:
         """Return True: the moments are corrected for their start at zero."""
         return True
@@ -72,10 +68,6 @@ class AdamWAlgorithm(Algorithm):
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the two moments, and the maximum of the second with amsgrad."""
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
-
-    def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
-        """Return that any cut is legal."""
-        return Elementwise()
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update moments and parameters in place."""

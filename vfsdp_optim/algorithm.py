@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
+from sharding.planning.structure import Elementwise, Structure
+
 if TYPE_CHECKING:
-    from sharding.planning.structure import Structure
     from vfsdp_optim.states.scratch import Scratch
     from vfsdp_optim.step.runs import Run
 
@@ -42,15 +43,34 @@ PRECISION_KEYS = ("states", "states_format", "master_weights", "stochastic_round
 class Algorithm(ABC):
     """An update rule. One object serves all groups that name it.
 
+    A subclass gives `name`, its hyper-parameters (to `__init__`), `state_keys` and `update_run`;
+    all else has a default. One that updates whole matrices or panels is a `MatrixAlgorithm`.
+
+    Args:
+        defaults: what a group takes where it says nothing: every group key that there is.
+
     Attributes:
         name: value of the group key `algorithm`.
         structural_keys: group keys that a loaded checkpoint must agree with.
         nonnegative: keys of states that are never negative.
         defaults: what a group takes where it says nothing.
+
+    Example:
+        >>> class SignSGD(Algorithm):
+        ...     name = "sign_sgd"
+        ...     def __init__(self, **options):
+        ...         super().__init__(**{"lr": 1e-3, **options})
+        ...     def state_keys(self, group):
+        ...         return ()
+        ...     def update_run(self, group, run, scratch):
+        ...         for param, grad, _ in run.chunks(scratch):
+        ...             param.add_(grad.sign(), alpha=-float(group["lr"]))
+        >>> SignSGD(lr=0.1).defaults["lr"]
+        0.1
     """
 
     name: ClassVar[str]
-    structural_keys: ClassVar[tuple[str, ...]]
+    structural_keys: ClassVar[tuple[str, ...]] = ()
     nonnegative: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **defaults: Any) -> None:
@@ -76,41 +96,52 @@ class Algorithm(ABC):
             group.setdefault(key, value)
         self.check_group(group, where)
 
-    @abstractmethod
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check the values of a complete group; errors start with `where`."""
+        numbers = ("lr", "weight_decay", "momentum", "eps")
+        check_at_least_zero(group, where, tuple(key for key in numbers if key in group))
 
-    @abstractmethod
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Check that a parameter of this logical shape can be treated; errors name `fqn`."""
+        try:
+            self.structure(group, shape).units(tuple(shape))
+        except ValueError as error:
+            raise ValueError(f"{fqn}: {error}") from None
 
-    @abstractmethod
     def counts_steps(self, group: dict[str, Any]) -> bool:
-        """Return whether the state has `step`."""
+        """Return whether the state has `step`; rounding by chance draws by it."""
+        return bool(group["stochastic_rounding"])
 
     @abstractmethod
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the states that are cut as the parameter is."""
 
-    @abstractmethod
     def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
         """Return what must lie whole on a rank while the update of a parameter is computed."""
+        return Elementwise()
 
     @abstractmethod
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
-        """Do the element-wise part of the step on a run, in place."""
+        """Do the element-wise part of the step on a run, in place.
+
+        A run is many parameters of one group, one after the other, cut anywhere: a result may
+        depend on nothing but the element at hand. `run.chunks(scratch)` yields (param, grad,
+        states), 1-D each; `run.step` is the number of this step where steps are counted. In place
+        of new tensors, `scratch.take(numel, dtype, device)` lends memory until the next chunk.
+        """
 
 
 class MatrixAlgorithm(Algorithm):
     """An update rule with a second part that needs whole matrices.
 
+    `structure` declares the units: whole matrices (`FullMatrix`) or panels of rows (`RowPanels`).
     Between the parts stands one tensor per parameter, the input of the matrix part, and one comes
     back: the update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
     """
 
-    @abstractmethod
     def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
         """Return the dtype in which inputs and updates of the matrix part are exchanged."""
+        return torch.float32
 
     @abstractmethod
     def write_input(
@@ -126,13 +157,35 @@ class MatrixAlgorithm(Algorithm):
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return the factor an update is added with, from the logical shape of its matrix."""
 
-    @abstractmethod
     def scale(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return what the learning rate of a matrix is multiplied by, for tables."""
+        return 1.0
 
     @abstractmethod
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         """Return the multiply-adds of `matrix_update`."""
+
+
+def chosen_algorithm(choice: object, known: dict[str, Algorithm], where: str) -> Algorithm:
+    """Return the algorithm that a group names, or that it brings, which is known from here on.
+
+    Raises:
+        ValueError: none is called so, or another one is.
+    """
+    if isinstance(choice, Algorithm):
+        found = known.setdefault(choice.name, choice)
+        if (type(found), found.defaults) != (type(choice), choice.defaults):
+            raise ValueError(
+                f"{where}: algorithm: there is another {choice.name!r} already; name it, "
+                f"algorithm={choice.name!r}, and say in the group what differs"
+            )
+        return found
+    if not isinstance(choice, str) or choice not in known:
+        raise ValueError(
+            f"{where}: algorithm: expected one of {sorted(known)} or an Algorithm object, got "
+            f"{choice!r}; the optimizer of that name brings it, and takes groups of others beside"
+        )
+    return known[choice]
 
 
 def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:

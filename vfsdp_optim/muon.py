@@ -84,14 +84,7 @@ class MuonAlgorithm(MatrixAlgorithm):
                 "`matrices`; build the groups with vfsdp_optim.param_groups(model), or put the "
                 'parameter into a group with algorithm="adamw"'
             )
-        try:
-            self.structure(group, shape).units(tuple(shape))
-        except ValueError as error:
-            raise ValueError(f"{fqn}: {error}") from None
-
-    def counts_steps(self, group: dict[str, Any]) -> bool:
-        """Return whether weights are rounded by chance, which depends on the step."""
-        return bool(group["stochastic_rounding"])
+        super().check_param(group, shape, fqn)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the momentum."""

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
-from sharding.planning.structure import Blocks, Demand, FullMatrix
-from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, MatrixAlgorithm
+from sharding.planning.structure import Blocks, Demand, Elementwise
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
-from vfsdp_optim.parameters.given import check_current, distinct, named
+from vfsdp_optim.parameters.given import Places, check_current, distinct, named
 from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
@@ -27,12 +27,11 @@ from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.sharded_units import (
     AbsentGradients,
-    Job,
     LocalMatrices,
     ShardedMatrices,
-    make_jobs,
-    plan_jobs,
+    make_parts,
 )
+from vfsdp_optim.step.units import jobs_by_ranks
 from vfsdp_optim.step.working_set import Layout, make_layout
 
 # With less, DeepSeek-V3's work on 1024 ranks is out of balance. Only what is needed is reserved.
@@ -42,10 +41,10 @@ MAX_EXCHANGE_BYTES = 1 << 31
 class StructuredOptimizer(torch.optim.Optimizer):
     """A torch optimizer whose groups may use different algorithms, on plain or sharded parameters.
 
-    A group chooses with the key `algorithm`; each algorithm has its own defaults, so a group never
-    inherits the learning rate or weight decay of another algorithm. `defaults` holds the keys of
-    all algorithms in use, as torch's schedulers expect. A scheduler that cycles momentum writes
-    `betas` of every group where an AdamW group exists (Muon ignores them), else `momentum`.
+    A group chooses with the key `algorithm`, by name, or brings one: any `Algorithm` object. Each
+    has its own defaults, so a group never inherits the learning rate or weight decay of another.
+    `defaults` holds the keys of all algorithms in use, as torch's schedulers expect. A scheduler
+    that cycles momentum writes `betas` of every group where a group has them, else `momentum`.
 
     State exists from the first look at `state` or `state_dict()` on, all zero before the first
     step, with the same keys before and after. Parameters without a gradient are skipped: no decay,
@@ -98,6 +97,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._edited = False  # whether users are writing into the state
         self._loading: frozenset[Tensor] = frozenset()  # what gets state whether it trains or not
         self._checked_plans: dict[Ranks, str] = {}
+        self._places = Places()
         self._scratch = Scratch()
 
     # ---------------------------------------------------------------- groups
@@ -121,14 +121,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
         if "params" not in param_group:
             raise ValueError(f"{where}: has no 'params', only {sorted(map(str, param_group))}")
         group = dict(param_group)
-        name = group.setdefault("algorithm", self._default_algorithm)
-        if name not in self._algorithms:
-            cure = "; use vfsdp_optim.Muon for groups of both" if name == "muon" else ""
-            raise ValueError(
-                f"{where}: {type(self).__name__} has no algorithm {name!r}, only "
-                f"{sorted(self._algorithms)}{cure}"
-            )
-        algorithm = self._algorithms[name]
+        choice = group.get("algorithm", self._default_algorithm)
+        algorithm = chosen_algorithm(choice, self._algorithms, where)
+        group["algorithm"] = algorithm.name
         own_keys = set(group)
         algorithm.complete(group, where)
         check_precision(group, where)
@@ -158,15 +153,22 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
         No step needs one of what is frozen.
         """
-        for group in self.param_groups:
-            if any(param is p for p in group["params"]):
-                algorithm = self._algorithms[group["algorithm"]]
-                stored = Demand(Blocks(256), "stored", by=type(self).__name__)
-                structure = algorithm.structure(group, param.shape)
-                if not isinstance(structure, FullMatrix) or not self._has_state(param):
-                    return (stored,)
-                return stored, Demand(structure, "step", by=type(self).__name__)
-        return ()
+        number = self.group_of(param)
+        if number is None:
+            return ()
+        group = self.param_groups[number]
+        structure = self._algorithms[group["algorithm"]].structure(group, param.shape)
+        by = type(self).__name__
+        blocks = Demand(Blocks(256), "stored", by)
+        if structure == Elementwise() or not self._has_state(param):
+            return (blocks,)
+        # Blocks hold at rest: the element-wise part of a step works on what a rank holds.
+        return blocks, Demand(structure, "step" if structure.has_units else "stored", by)
+
+    def group_of(self, param: Tensor) -> int | None:
+        """Return the number of the group that has this very parameter; None if none has."""
+        place = self._places.find(self.param_groups, param)
+        return None if place is None else place[0]
 
     def rebind(self, sharded: Mapping[Tensor, Tensor]) -> None:
         """Put parameters in the place of others, as `fully_shard(optimizer=...)` does.
@@ -177,25 +179,27 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a parameter has been stepped; its state belongs to the old layout.
         """
-        for g, group in enumerate(self.param_groups):
-            for param, fqn in named(group, f"group {g}"):
-                state = self._states.get(param, {}) if param in sharded else {}
-                if any(bool(local_tensor(value).any()) for value in state.values()):
-                    raise RuntimeError(
-                        f"{fqn} has optimizer state already and cannot be replaced; call "
-                        "fully_shard before the first step, or build the optimizer after it"
-                    )
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param in sharded:
-                    self._states.pop(param, None)
-            group["params"] = [sharded.get(param, param) for param in group["params"]]
+        found = {old: self._places.find(self.param_groups, old) for old in sharded}
+        places = {old: place for old, place in found.items() if place is not None}
+        for param, (g, i) in places.items():
+            state = self._states.get(param, {})
+            if any(bool(local_tensor(value).any()) for value in state.values()):
+                _, fqn = list(named(self.param_groups[g], f"group {g}"))[i]
+                raise RuntimeError(
+                    f"{fqn} has optimizer state already and cannot be replaced; call "
+                    "fully_shard before the first step, or build the optimizer after it"
+                )
+        for param, (g, i) in places.items():
+            self._states.pop(param, None)
+            self.param_groups[g]["params"][i] = sharded[param]
+            self._places.note(sharded[param], (g, i))
         self._layout = None
 
     def plan(self) -> OptimizerPlan:
         """Return what a step does with each parameter, to print; communicates nothing."""
         layout = self._current_layout()
-        jobs = list(self._jobs(layout).values())
+        members, groups = layout.members, self.param_groups
+        jobs = list(jobs_by_ranks(members, groups, self._algorithms, self._scratch).values())
         algorithms = [self._algorithm(member).name for member in layout.members]
         return make_plan(layout.members, algorithms, jobs, self._max_exchange_bytes)
 
@@ -356,6 +360,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self._update_runs(layout, grads, skip)
             for part in matrices:
                 part.step(grads, skip, absent)
+            # On ranks that hold nothing of them, too: all see that gathered weights are old.
+            torch.autograd.graph.increment_version(layout.sharded)
         return loss
 
     @property
@@ -454,22 +460,6 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self._layout, self._edited = layout, False
         return layout
 
-    def _jobs(self, layout: Layout) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
-        """Return matrix units by (ranks, dtype on the wire); by None what no other rank holds."""
-        jobs: dict[tuple[Ranks, torch.dtype] | None, list[Job]] = {}
-        for member in layout.members:
-            group = self.param_groups[member.group]
-            algorithm = self._algorithms[group["algorithm"]]
-            structure = algorithm.structure(group, member.param.shape)
-            if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
-                key = None
-                if member.shard.ranks is not None:
-                    key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
-                made = make_jobs(member, algorithm, group, structure, self._scratch)
-                if made:  # a parameter without elements has no matrices
-                    jobs.setdefault(key, []).extend(made)
-        return jobs
-
     def _current_matrices(self, layout: Layout) -> list[LocalMatrices | ShardedMatrices]:
         """Return the matrix part; the first call for a layout compares it between ranks."""
         if layout.matrices is None:
@@ -481,15 +471,13 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 self._replicas,
                 self._checked_plans,
             )
-            parts: list[LocalMatrices | ShardedMatrices] = []
-            for key, jobs in self._jobs(layout).items():
-                if key is None:
-                    parts.append(LocalMatrices(jobs, self._scratch))
-                else:
-                    ranks, wire = key
-                    plan = plan_jobs(jobs, self._max_exchange_bytes)
-                    parts.append(ShardedMatrices(jobs, plan, ranks, wire, self._scratch))
-            layout.matrices = parts
+            layout.matrices = make_parts(
+                layout.members,
+                self.param_groups,
+                self._algorithms,
+                self._max_exchange_bytes,
+                self._scratch,
+            )
         return layout.matrices
 
     def _structure_of(self, member: Member) -> str:

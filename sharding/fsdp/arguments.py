@@ -104,7 +104,7 @@ def check_options(
             f"structure: expected a function (fqn, parameter) -> Structure or None, got "
             f"{structure!r}; for one structure use lambda fqn, parameter: {structure!r}"
         )
-    needed = ("demands", "rebind", "param_groups")
+    needed = ("demands", "group_of", "rebind", "param_groups")
     if optimizer is not None and not all(hasattr(optimizer, name) for name in needed):
         raise TypeError(
             f"optimizer: expected one that declares structure ({', '.join(needed)}), such as "

@@ -179,17 +179,11 @@ def _spec(
     group_key = ""
     if optimizer is not None:
         demands.extend(optimizer.demands(parameter))
-        group_key = _group_of(parameter, optimizer)
+        number = optimizer.group_of(parameter)
+        group_key = "" if number is None else str(number)
     dtype = str(parameter.dtype).removeprefix("torch.")
     shape, trainable = tuple(parameter.shape), parameter.requires_grad
     return ParamSpec(fqn, shape, dtype, tuple(demands), group_key, trainable)
-
-
-def _group_of(parameter: nn.Parameter, optimizer: DeclaresStructure) -> str:
-    for i, group in enumerate(optimizer.param_groups):
-        if any(parameter is member for member in group["params"]):
-            return str(i)
-    return ""
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 from math import prod
-from typing import Any, Literal, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 from einops import EinopsError, rearrange
@@ -42,9 +42,14 @@ class Unit:
 
 
 class Structure:
-    """Base of all structures: frozen, hashable, and its `repr` evaluates to an equal one."""
+    """Base of all structures: frozen, hashable, and its `repr` evaluates to an equal one.
+
+    Attributes:
+        has_units: Whether an update needs more than single elements or blocks of them.
+    """
 
     __slots__ = ()
+    has_units: ClassVar[bool] = False
 
     def granule(self, shape: Shape) -> Granule:
         """Where a parameter of this shape may be cut while its units stay whole."""
@@ -53,6 +58,24 @@ class Structure:
     def units(self, shape: Shape) -> tuple[Unit, ...]:
         """What an update needs whole, ascending by start; () when elements or blocks suffice."""
         raise NotImplementedError
+
+    def matrices(self, unit_data: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
+        """The matrices of a unit.
+
+        Args:
+            unit_data: (unit.numel,), the unit's elements as they lie in the flat parameter.
+            unit: One of `units(shape)`.
+            shape: Global shape of the parameter.
+
+        Returns:
+            (unit.batch, unit.rows, unit.cols), contiguous; a view of `unit_data` where matrices
+            are contiguous runs.
+        """
+        return unit_data.view(unit.batch, unit.rows, unit.cols)
+
+    def flatten(self, matrices: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
+        """The inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
+        return matrices.reshape(unit.numel)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +147,7 @@ class RowPanels(Structure):
 
     rows: int
     batch_dims: int = 0
+    has_units: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Checks the attributes."""
@@ -190,6 +214,7 @@ class FullMatrix(Structure):
     pattern: str
     row_splits: Shape | None
     axes: tuple[tuple[str, int], ...]
+    has_units: ClassVar[bool] = True
 
     def __init__(
         self, pattern: str | None = None, *, row_splits: Shape | None = None, **axes: int
@@ -273,17 +298,7 @@ class FullMatrix(Structure):
         return _layout(self, tuple(shape)).units
 
     def matrices(self, unit_data: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
-        """The matrices of a unit.
-
-        Args:
-            unit_data: (unit.numel,), the unit's elements as they lie in the flat parameter.
-            unit: One of `units(shape)`.
-            shape: Global shape of the parameter.
-
-        Returns:
-            (unit.batch, unit.rows, unit.cols), contiguous; a view of `unit_data` where matrices
-            are contiguous runs.
-        """
+        """The matrices of a unit; a copy where they are no contiguous runs."""
         layout = _layout(self, tuple(shape))
         if not layout.contiguous:
             unit_data = rearrange(unit_data.view(shape), self.pattern, **dict(self.axes))
@@ -454,6 +469,10 @@ class DeclaresStructure(Protocol):
     """All that the sharding knows of an optimizer."""
 
     param_groups: list[dict[str, Any]]
+
+    def group_of(self, param: torch.Tensor) -> int | None:
+        """The number of the group that has this very parameter; None if none has."""
+        ...
 
     def demands(self, param: torch.Tensor) -> tuple[Demand, ...]:
         """What the optimizer needs of one of its parameters."""

@@ -1,7 +1,7 @@
 """Parameters as users give them to an optimizer: names, repetitions, kinds. Touches no data."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -65,3 +65,31 @@ def check_current(groups: list[dict[str, Any]]) -> None:
                     "optimizer after fully_shard, pass optimizer= to every fully_shard call, or "
                     "put the sharded parameters into optimizer.param_groups"
                 )
+
+
+class Places:
+    """Where the parameters of groups are; finds one in constant time while nobody edits groups."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, tuple[int, int]] = {}  # id of a parameter -> group, index
+
+    def find(self, groups: Sequence[dict[str, Any]], param: Tensor) -> tuple[int, int] | None:
+        """Return the group and the index in it of this very parameter; None if none has it."""
+        place = self._of.get(id(param))
+        if place is None or not _is_at(groups, param, *place):
+            self._of = {
+                id(p): (g, i)
+                for g, group in enumerate(groups)
+                for i, p in enumerate(group["params"])
+            }
+            place = self._of.get(id(param))
+        return place
+
+    def note(self, param: Tensor, place: tuple[int, int]) -> None:
+        """Remember a parameter that was put into a place."""
+        self._of[id(param)] = place
+
+
+def _is_at(groups: Sequence[dict[str, Any]], param: Tensor, group: int, index: int) -> bool:
+    members = groups[group]["params"] if group < len(groups) else []
+    return index < len(members) and members[index] is param

@@ -10,12 +10,11 @@ from typing import Any
 
 from torch import Tensor
 
-from sharding.planning.structure import FullMatrix
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
 from vfsdp_optim.parameters.given import check_not_gathered, named
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 from vfsdp_optim.states.precision import check_kept, note_format
-from vfsdp_optim.step.sharded_units import check_exchange
+from vfsdp_optim.step.units import check_exchange, usable_structure
 
 
 def admit(
@@ -59,6 +58,7 @@ def check_update(
     """Return how a parameter that has state lies on this rank, if a step can update it.
 
     Raises:
+        TypeError: the algorithm declares units that nothing would update.
         ValueError: a dtype, a shape or a matrix that cannot be treated.
         NotImplementedError: a DTensor with partial sums, or pieces that are no ranges of the
             flattened parameter where such are needed.
@@ -70,8 +70,8 @@ def check_update(
     if isinstance(algorithm, MatrixAlgorithm):
         shard.check_has_ranges(fqn)
     algorithm.check_param(group, param.shape, fqn)
-    structure = algorithm.structure(group, param.shape)
-    if isinstance(algorithm, MatrixAlgorithm) and isinstance(structure, FullMatrix):
+    structure = usable_structure(algorithm, group, param, fqn)
+    if isinstance(algorithm, MatrixAlgorithm):
         wire = algorithm.wire_dtype(group, param.device)
         check_exchange(shard, fqn, structure, wire, max_exchange_bytes)
     return shard

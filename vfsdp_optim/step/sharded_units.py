@@ -1,11 +1,10 @@
-"""The matrix part of a step: which matrices are computed where, and their journey there and back.
+"""The part of a step that needs whole units: what is computed when, and the journey to owners.
 
-Touches local tensors and, through `sharding.transport.exchange`, one process group. Plans come
-from shapes and layouts alone, so every rank of a group makes the same ones.
+Touches local tensors and, through `sharding.transport.exchange`, one process group. Executes the
+owner plan that it is given.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,144 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.planning.ownership import OwnerPlan, plan_owners
-from sharding.planning.structure import FullMatrix, Unit
-from sharding.planning.units import UnitSpec
+from sharding.planning.ownership import OwnerPlan
 from sharding.transport.exchange import Exchange
-from vfsdp_optim.algorithm import MatrixAlgorithm
-from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
+from vfsdp_optim.algorithm import Algorithm
+from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.states.weights import MASTER
-from vfsdp_optim.step.nonfinite import Skip, undo
-from vfsdp_optim.step.runs import Member, pieces
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Job:
-    """One unit of one parameter, and how to compute its update.
-
-    Attributes:
-        member: the parameter.
-        algorithm: the rule of its group.
-        group: the group, live: hyper-parameters are read at each step.
-        structure: cuts the parameter into matrices.
-        unit: the run of the flattened parameter.
-        start: where the local elements of the unit start in the local piece of the parameter.
-        numel: how many of its elements are local.
-        scratch: working memory.
-    """
-
-    member: Member
-    algorithm: MatrixAlgorithm
-    group: dict[str, Any]
-    structure: FullMatrix
-    unit: Unit
-    start: int
-    numel: int
-    scratch: Scratch
-
-    @property
-    def cost(self) -> int:
-        """Work of all matrices of the unit."""
-        return self.unit.batch * self.algorithm.cost(self.group, self.unit.rows, self.unit.cols)
-
-    @property
-    def scale(self) -> float:
-        """What the learning rate is multiplied by."""
-        return self.algorithm.scale(self.group, self.unit.rows, self.unit.cols)
-
-    def write_input(self, grad: Tensor, out: Tensor) -> None:
-        """Write the input of the local elements; `grad` is the local gradient of the parameter,
-        1-D."""
-        held = self.member.states
-        packed = any(state.packed for state in held.values())
-        # Plain states are read where they are, in one call.
-        ranges = pieces(self.numel, out.device, copied=True) if packed else [(0, self.numel)]
-        for first, last in ranges:
-            start, stop = self.start + first, self.start + last
-            # What is kept, rounding included: so it does not depend on where units lie.
-            states = {k: s.read(start, stop, self.scratch, f"read {k}") for k, s in held.items()}
-            self.algorithm.write_input(self.group, grad[start:stop], states, out[first:last])
-
-    def update(self, inputs: Tensor, scratch: Scratch) -> Tensor:
-        """Return the update of the whole unit, 1-D as its input is, in the same dtype.
-
-        It lies in scratch memory, until the next one.
-        """
-        unit, shape = self.unit, self.member.param.shape
-        matrices = self.structure.matrices(inputs, unit, shape)  # (batch, rows, cols)
-        updates = self.algorithm.matrix_update(self.group, matrices[0], scratch).unsqueeze(0)
-        if unit.batch > 1 or updates.dtype != inputs.dtype or not updates.is_contiguous():
-            first = updates[0]
-            updates = scratch.take(unit.numel, inputs.dtype, inputs.device, "updates")
-            updates = updates.view(unit.batch, unit.rows, unit.cols)
-            updates[0].copy_(first)
-            for i in range(1, unit.batch):
-                matrix = self.algorithm.matrix_update(self.group, matrices[i], scratch)
-                updates[i].copy_(matrix)
-        return self.structure.flatten(updates, unit, shape)
-
-    def apply(self, param: Tensor, update: Tensor, skip: Skip) -> None:
-        """Add the update to the local elements; `param` is the local piece of the parameter,
-        1-D. Nothing is added where `skip` is set."""
-        factor = self.algorithm.factor(self.group, self.unit.rows, self.unit.cols)
-        if param.dtype.itemsize < 4:
-            # On the CPU, a + alpha * b in bfloat16 rounds in another way at the ends of a tensor
-            # than inside; in float32, rounded once, it does not depend on where a shard is cut.
-            update = update.float()
-        rule, device = self.member.weights, param.device
-        ranges = pieces(self.numel, device, copied=True) if rule.draws else [(0, self.numel)]
-        for first, last in ranges:
-            start, stop = self.start + first, self.start + last
-            self._apply(param[start:stop], update[first:last], factor, start, skip)
-
-    def _apply(self, param: Tensor, update: Tensor, factor: float, start: int, skip: Skip) -> None:
-        """Add to the local elements from `start` on, `param`."""
-        stop, rule = start + param.numel(), self.member.weights
-        state = self.member.states.get(MASTER)
-        master = None if state is None else state.read(start, stop, self.scratch, MASTER)
-        written = [param] if master is None else [param, master]
-        kept = [tensor.clone() for tensor in written] if isinstance(skip, Tensor) else []
-        weights = rule.open(param, master, self.scratch)
-        weights.add_(update, alpha=factor)
-        places = [self.member.place(start, stop, update=1)] if rule.draws else []
-        rule.close(param, weights, places, self.scratch)
-        for old, new in zip(kept, written, strict=False):
-            undo(skip, old, new)
-
-
-def make_jobs(
-    member: Member,
-    algorithm: MatrixAlgorithm,
-    group: dict[str, Any],
-    structure: FullMatrix,
-    scratch: Scratch,
-) -> list[Job]:
-    """Return one job for each unit of a parameter, the units this rank holds nothing of too."""
-    _, (first, last) = member.shard.check_has_ranges(member.fqn)
-    jobs = []
-    for unit in structure.units(member.param.shape):
-        start = min(max(unit.start, first), last)
-        stop = max(min(unit.start + unit.numel, last), start)
-        numel = stop - start
-        jobs.append(Job(member, algorithm, group, structure, unit, start - first, numel, scratch))
-    return jobs
-
-
-def unit_spec(job: Job, index: int) -> UnitSpec:
-    """Return a job as the owner plan sees it."""
-    shard = job.member.shard
-    all_bounds, _ = shard.check_has_ranges(job.member.fqn)
-    start, stop = job.unit.start, job.unit.start + job.unit.numel
-    first = bisect_right(all_bounds, start, key=lambda bounds: bounds[1])
-    holders = []
-    for i in range(first, len(all_bounds)):
-        a, b = all_bounds[i]
-        if a >= stop:
-            break
-        if b > a:
-            holders.append((i, min(stop, b) - max(start, a)))
-    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
+from vfsdp_optim.step.nonfinite import Skip
+from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.units import Job, jobs_by_ranks, plan_jobs
 
 
 class AbsentGradients:
@@ -385,70 +254,20 @@ class ShardedMatrices:
                 job.member.close(param)
 
 
-def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
-    """Return the owner plan of jobs of the same ranks and wire dtype, in which unit i is jobs[i].
-
-    Raises:
-        ValueError: a matrix that other ranks hold too is larger than `max_exchange_bytes`.
-    """
-    two_ways = any(_copies(job.member.shard) > 1 for job in jobs)
-    units: list[UnitSpec] = []
-    previous, index, slot_numel = None, 0, 1
-    for job in jobs:
-        index = index + 1 if job.member is previous else 0
-        if job.member is not previous:
-            previous, shard = job.member, job.member.shard
-            wire = job.algorithm.wire_dtype(job.group, job.member.param.device)
-            fqn = job.member.fqn
-            check_exchange(shard, fqn, job.structure, wire, max_exchange_bytes, two_ways=two_ways)
-            slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
-        if job.member.shard.ranks is None:  # never travels
-            slot_numel = max(slot_numel, job.unit.numel)
-        units.append(unit_spec(job, index))
-    ranks = jobs[0].member.shard.ranks if jobs else None
-    return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
-
-
-def _copies(shard: ParamShard) -> int:
-    return 1 if shard.grid is None else shard.grid.replicas
-
-
-def check_exchange(
-    shard: ParamShard,
-    fqn: str,
-    structure: FullMatrix,
-    wire: torch.dtype,
+def make_parts(
+    members: Iterable[Member],
+    groups: Sequence[dict[str, Any]],
+    algorithms: Mapping[str, Algorithm],
     max_exchange_bytes: int,
-    *,
-    two_ways: bool = False,
-) -> None:
-    """Check that every matrix of a parameter fits into a slot, wherever it is cut.
-
-    Args:
-        shard: the parameter.
-        fqn: its name.
-        structure: cuts it into matrices.
-        wire: dtype on the wire.
-        max_exchange_bytes: that a slot may take.
-        two_ways: whether it travels beside parameters with copies, whose way back, and so its own,
-            has slots apart.
-
-    Raises:
-        ValueError: one does not.
-    """
-    units = structure.units(shard.param.shape)
-    if shard.ranks is None or not units:
-        return
-    largest = max(units, key=lambda unit: unit.numel)
-    copies = _copies(shard)
-    unit = UnitSpec(fqn, 0, largest.numel, 0, (), shard.grid)
-    needed = wire.itemsize * unit.least_slot(two_ways=two_ways or copies > 1)
-    if needed > max_exchange_bytes:
-        matrices = "a matrix" if largest.batch == 1 else f"{largest.batch} matrices"
-        beside = " beside parameters with more" if two_ways and copies == 1 else ""
-        raise ValueError(
-            f"{fqn}: to exchange {matrices} of {largest.rows} x {largest.cols} as a whole, in "
-            f"{wire} and with {copies} cop{'y' if copies == 1 else 'ies'}{beside}, takes {needed} "
-            f"bytes, more than max_exchange_bytes={max_exchange_bytes!r}; pass max_exchange_bytes="
-            f"{needed} or more"
-        )
+    scratch: Scratch,
+) -> list[LocalMatrices | ShardedMatrices]:
+    """Return what computes the units of all members; may make process groups, a collective."""
+    parts: list[LocalMatrices | ShardedMatrices] = []
+    for key, jobs in jobs_by_ranks(members, groups, algorithms, scratch).items():
+        if key is None:
+            parts.append(LocalMatrices(jobs, scratch))
+        else:
+            ranks, wire = key
+            plan = plan_jobs(jobs, max_exchange_bytes)
+            parts.append(ShardedMatrices(jobs, plan, ranks, wire, scratch))
+    return parts

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.parameters.param_shard import Ranks
@@ -34,6 +35,7 @@ class Layout:
         spans: the same, by where they lie.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
+        sharded: the parameters that are sharded by fully_shard of this library.
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
         key: what the layout depends on besides memory addresses.
@@ -44,6 +46,7 @@ class Layout:
     spans: list[Span]
     steps: Tensor
     counting: list[bool]
+    sharded: list[Tensor]
     peers: list[Ranks]
     standing: Standing
     key: object = None
@@ -98,7 +101,8 @@ def make_layout(
             steps[member.number] = step_of(old.get("step", 0.0), member.fqn)
         made[member.param] = {**counts, **member.views}
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
-    return Layout(members, spans, steps, counting, peers, leave(states, made))
+    sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
+    return Layout(members, spans, steps, counting, sharded, peers, leave(states, made))
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
