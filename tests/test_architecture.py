@@ -69,6 +69,7 @@ ORDER = {
         "adamw",
         "qk_clip",
         "muon",
+        "output_heads",
         "groups",
         "__init__",
         "capacity",

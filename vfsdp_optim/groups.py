@@ -4,7 +4,7 @@ Reads types and shapes only: works on meta, sharded and wrapped models, and touc
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from io import StringIO
 from math import prod
@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
-from sharding.checkpoint.names import plain_names
 from sharding.planning.structure import FullMatrix
+from vfsdp_optim.output_heads import EMBEDDINGS, Use, output_heads, uses_of
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _HEAD, _NAMED = "output head", "named in matrices"  # reasons
 _ONE_MATRIX = str(FullMatrix())
@@ -73,15 +72,6 @@ class ParamGroups(list[dict[str, Any]]):
         return out.getvalue()
 
 
-@dataclass(slots=True)
-class _Use:
-    """A parameter and every module that has it."""
-
-    param: Tensor
-    fqn: str
-    modules: list[tuple[str, str, nn.Module]] = field(default_factory=list)  # (fqn, name, module)
-
-
 def param_groups(
     model: nn.Module,
     *,
@@ -94,10 +84,11 @@ def param_groups(
 
     The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms,
     biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as
-    wide as the vocabulary of an embedding. A parameter that several modules share is in one group
-    once, and is an embedding if it is one anywhere. With states="8bit", the states of embeddings
-    and output heads stay in 32 bits: rows of rare words have gradients that are mostly zero
-    (huggingface/transformers#14819).
+    wide as the vocabulary of an embedding, outside of repeated blocks; an embedding that shares its
+    weight has none, nor has a table of positions. A parameter that several modules share is in one
+    group once, and is an embedding if it is one anywhere. With states="8bit", the states of
+    embeddings and output heads stay in 32 bits: rows of rare words have gradients that are mostly
+    zero (huggingface/transformers#14819).
 
     Args:
         model: sharded or not, wrapped or not, on any device.
@@ -123,9 +114,9 @@ def param_groups(
         [('muon', ['1.weight']), ('adamw', ['0.weight', '1.bias', '2.weight', '2.bias'])]
     """
     _check_arguments(model, adamw=adamw, muon=muon, matrices=matrices)
-    uses = _uses(model)
+    uses = uses_of(model)
     chosen = _chosen(uses, matrices or {})
-    heads = _heads(uses, chosen)
+    heads = output_heads(model, uses, chosen)
     routes = [_route(use, chosen, heads) for use in uses]
     kept = _kept(uses, routes, keep_32bit)
     members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
@@ -145,7 +136,7 @@ def param_groups(
     return ParamGroups(groups, tuple(routes))
 
 
-def _kept(uses: list[_Use], routes: list[Route], chosen: Iterable[str]) -> set[str]:
+def _kept(uses: list[Use], routes: list[Route], chosen: Iterable[str]) -> set[str]:
     """Return the names of the parameters whose states stay in 32 bits.
 
     Embeddings and heads do whatever `matrices` says of them.
@@ -156,15 +147,15 @@ def _kept(uses: list[_Use], routes: list[Route], chosen: Iterable[str]) -> set[s
     if unknown := sorted(wanted - {route.fqn for route in routes}):
         known = [route.fqn for route in routes]
         raise ValueError(f"keep_32bit names {unknown!r}, expected some of {known}")
-    vocabularies = {use.param.shape[0] for use in uses if _is_weight(use, _EMBEDDINGS)}
+    vocabularies = {use.param.shape[0] for use in uses if use.is_weight(*EMBEDDINGS)}
     for use, route in zip(uses, routes, strict=True):
         named_head = (
             route.reason == _NAMED
             and route.algorithm == "adamw"
-            and _is_weight(use, (nn.Linear,))
+            and use.is_weight(nn.Linear)
             and use.param.shape[0] in vocabularies
         )
-        if route.reason == _HEAD or named_head or _is_weight(use, _EMBEDDINGS):
+        if route.reason == _HEAD or named_head or use.is_weight(*EMBEDDINGS):
             wanted.add(use.fqn)
     return wanted
 
@@ -185,19 +176,8 @@ def _check_arguments(model: nn.Module, **mappings: object) -> None:
             )
 
 
-def _uses(model: nn.Module) -> list[_Use]:
-    """Return every parameter once, in order, with all modules that have it."""
-    named = list(model.named_parameters())
-    names = plain_names([name for name, _ in named])
-    uses = {id(p): _Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
-    for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses[id(param)].modules.append((path, name, module))
-    return list(uses.values())
-
-
 def _chosen(
-    uses: list[_Use], matrices: Mapping[str, str | FullMatrix | None]
+    uses: list[Use], matrices: Mapping[str, str | FullMatrix | None]
 ) -> dict[str, str | None]:
     """Return what `matrices` says, by name."""
     chosen: dict[str, str | None] = {}
@@ -222,54 +202,7 @@ def _chosen(
     return chosen
 
 
-def _heads(uses: list[_Use], chosen: dict[str, str | None]) -> set[str]:
-    """Return the names of the weights of untied output heads.
-
-    Raises:
-        ValueError: the vocabulary has the size of a hidden dimension, and several layers could be
-            it.
-    """
-    linear = [
-        (use, use.modules[0][0])
-        for use in uses
-        if use.fqn not in chosen and _is_weight(use, (nn.Linear,))
-    ]
-    embeddings = [use for use in uses if _is_weight(use, _EMBEDDINGS)]
-    widths = {use.param.shape[1] for use, _ in linear} | {use.param.shape[1] for use in embeddings}
-    repeated = _repeated_modules(uses)
-    heads: set[str] = set()
-    for embedding in embeddings:
-        vocabulary = embedding.param.shape[0]
-        matching = [(use, path) for use, path in linear if use.param.shape[0] == vocabulary]
-        if vocabulary not in widths:
-            heads |= {use.fqn for use, _ in matching}
-            continue
-        if any(isinstance(module, nn.Linear) for _, _, module in embedding.modules):
-            continue  # the head is tied: what else is as wide is hidden
-        # Layers of repeated blocks are as wide as the hidden dimension, not as the vocabulary.
-        outside = [use.fqn for use, path in matching if path not in repeated]
-        if len(outside) > 1:
-            raise ValueError(
-                f"{', '.join(outside)}: each could be the output head of {embedding.fqn}, because "
-                f"the vocabulary {vocabulary} is a hidden dimension too; say which is not, such "
-                f"as matrices={{{outside[0]!r}: {_ONE_MATRIX!r}}}, or which is, such as "
-                f"matrices={{{outside[-1]!r}: None}}"
-            )
-        heads |= set(outside)
-    return heads
-
-
-def _repeated_modules(uses: list[_Use]) -> set[str]:
-    """Return the paths of modules below a numbered one, as blocks of a ModuleList are."""
-    paths = {path for use in uses for path, _, _ in use.modules}
-    return {path for path in paths if any(part.isdigit() for part in path.split(".")[:-1])}
-
-
-def _is_weight(use: _Use, types: tuple[type[nn.Module], ...]) -> bool:
-    return any(isinstance(module, types) and name == "weight" for _, name, module in use.modules)
-
-
-def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
+def _route(use: Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
     shape = tuple(use.param.shape)
 
     def to(algorithm: str, reason: str, pattern: str | None = None) -> Route:
@@ -280,7 +213,7 @@ def _route(use: _Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
     if use.fqn in chosen:
         pattern = chosen[use.fqn]
         return to("adamw" if pattern is None else "muon", _NAMED, pattern)
-    if _is_weight(use, _EMBEDDINGS):
+    if use.is_weight(*EMBEDDINGS):
         return to("adamw", "embedding")
     if prod(shape) == max(shape, default=1):
         return to("adamw", "vector")
@@ -318,14 +251,14 @@ def _parsed(glob: str, pattern: str | FullMatrix) -> str:
         raise ValueError(f"matrices: {glob!r}: {error}") from None
 
 
-def _check_fits(use: _Use, glob: str, text: str) -> None:
+def _check_fits(use: Use, glob: str, text: str) -> None:
     try:
         FullMatrix.parse(text).units(tuple(use.param.shape))
     except ValueError as error:
         raise ValueError(f"{use.fqn}, by matrices={{{glob!r}: {text!r}}}: {error}") from None
 
 
-def _ambiguous(use: _Use, module: nn.Module) -> str:
+def _ambiguous(use: Use, module: nn.Module) -> str:
     patterns: Iterator[str] = iter(("m n -> m n",))
     if len(use.param.shape) > 2:
         patterns = iter(("e m n -> e m n", _CONVOLUTION))

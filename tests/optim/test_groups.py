@@ -86,7 +86,40 @@ def test_layers_that_could_all_be_the_head_are_an_error_with_the_cure():
     with pytest.raises(ValueError, match=r"1\.weight, 2\.weight: .*'1\.weight': 'm n -> m n'"):
         param_groups(model)
     assert muon_names(model, matrices={"1.weight": "m n -> m n"}) == {"1.weight"}
-    assert muon_names(model, matrices={"2.weight": None}) == set()
+    assert muon_names(model, matrices={"2.weight": None}) == {"1.weight"}
+
+
+class Tail(nn.Module):
+    """A norm and a head, as the last of a sequence."""
+
+    def __init__(self, width: int, vocabulary: int) -> None:
+        super().__init__()
+        self.norm, self.project = nn.LayerNorm(width), nn.Linear(width, vocabulary)
+
+
+def test_head_may_be_inside_the_last_module_of_a_sequence_or_a_list():
+    parts = [nn.Embedding(8, 8), Block(8), Block(8), Tail(8, 8)]
+    blocks = {f"{i}.{name}.weight" for i in (1, 2) for name in ("qkv", "out")}
+    for container in (nn.Sequential(*parts), nn.ModuleList(parts)):
+        assert muon_names(container) == blocks
+    # One block is not known to be one, where nothing says that the list is of blocks.
+    with pytest.raises(ValueError, match=r"1\.out\.weight, 2\.project\.weight: each could be"):
+        param_groups(nn.Sequential(parts[0], parts[1], parts[3]))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_smaller_table_has_no_head_beside_one_whose_head_is_known(tied):
+    model = Model(vocabulary=50, width=8, tied=tied)
+    model.languages = nn.Embedding(8, 8)
+    model.pooler = nn.Linear(8, 8)
+    assert muon_names(model) == {*BLOCKS, "pooler.weight"}
+
+
+def test_frozen_layers_that_could_be_the_head_are_no_error():
+    model = nn.Sequential(nn.Embedding(8, 8), nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 9))
+    for layer in model[:3]:
+        layer.requires_grad_(False)
+    assert muon_names(model) == {"3.weight"}
 
 
 def test_several_heads_of_one_vocabulary_are_all_heads():
