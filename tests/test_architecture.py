@@ -38,7 +38,14 @@ ORDER = {
         "gradient_marks",
         "exchange",
     ],
-    "sharding.tensor": ["placement", "local_ops", "random_ops", "reductions", "ragged_tensor"],
+    "sharding.tensor": [
+        "placement",
+        "moves",
+        "local_ops",
+        "random_ops",
+        "reductions",
+        "ragged_tensor",
+    ],
     "sharding.checkpoint": ["names", "load_checks", "full_state"],
     "sharding.fsdp": [
         "transforms",

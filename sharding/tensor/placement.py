@@ -258,6 +258,14 @@ class RaggedShard(Placement):
             )
         return f"RaggedShard(dims={self._dims}, local_units={units}, unit_numel={self._unit_numel})"
 
+    def __format__(self, spec: str) -> str:
+        """What the errors of torch's DTensor show, which know no such placement: with the cure."""
+        return (
+            f"{self!r} (which only a RaggedDTensor is cut by: write a full tensor with "
+            f"parameter.copy_(full), make a sharded one with torch.empty_like(parameter)"
+            f".copy_(full), load a full state with load_full_state_dict(model, state=...))"
+        )
+
     def __reduce__(self) -> tuple[object, ...]:
         """Pickles the runs; the C++ base cannot be pickled by itself."""
         return placement_from_runs, (self._dims, self._runs, self._unit_numel)

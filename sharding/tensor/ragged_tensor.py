@@ -6,14 +6,12 @@ torch.distributed.checkpoint. torch itself is not patched: the class has its own
 
 from __future__ import annotations
 
-import itertools
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import _state_dict_utils
 from torch.distributed.checkpoint.metadata import (
@@ -28,20 +26,24 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from sharding.tensor.local_ops import LOCAL_OPS, refusal, wrap
+from sharding.tensor.moves import Bounds, chunks, exchange, gather
 from sharding.tensor.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.tensor.random_ops import RANDOM_OPS
 from sharding.tensor.reductions import REDUCTIONS
-from sharding.transport.axes import placements_on, shard_group, shard_rank, shard_size
+from sharding.transport.axes import placements_on, shard_rank, shard_size
 
 # [Note: full state dicts of torch]
-# set_model_state_dict and its kin hand full tensors to these two, which take every placement that
-# they do not know for a replicated one. They then copy the full tensor over the pieces that happen
-# to have its shape, fail on the ranks where it does not fit, and leave the others waiting. There is
-# no hook to pass them by; both ask for the mesh of a tensor before they write to it.
-_CUT_FULL_STATES = frozenset(
-    getattr(_state_dict_utils, name).__code__
-    for name in ("_distribute_state_dict", "_distribute_tensors")
-    if hasattr(_state_dict_utils, name)
+# set_model_state_dict and its kin hand full tensors to `distribute_tensor`, whose error shows the
+# placement and with it the cure (`RaggedShard.__format__`), or, when rank 0 alone has them, to this
+# function. It takes every placement that it does not know for a replicated one, copies the full
+# tensor over the pieces that happen to have its shape, fails on the ranks where it does not fit,
+# and leaves the others waiting. Of a tensor it asks, in this order, the class, `device_mesh`,
+# `placements`, `is_meta` and `to_local()`, all of which others ask too, and of a placement only
+# whether it is a `Shard`; there is no hook, no option and no registry of placements. What would
+# refuse without a look at the caller refuses others as well: a class that is no DTensor, pieces
+# that no full tensor can be copied into, placements that cannot be iterated.
+_CUTS_FULL_STATE = getattr(
+    getattr(_state_dict_utils, "_distribute_tensors", None), "__code__", None
 )
 
 _HANDLERS = {**LOCAL_OPS, **RANDOM_OPS, **REDUCTIONS}
@@ -57,8 +59,6 @@ _WRITTEN = {
         ]
     )
 }
-
-Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
 
 
 class RaggedDTensor(DTensor):
@@ -140,12 +140,12 @@ class RaggedDTensor(DTensor):
         """The mesh that the tensor is cut over: 1-D, or 2-D (replicate, shard).
 
         Raises:
-            NotImplementedError: Asked for by torch's functions that cut full state dicts.
+            NotImplementedError: Asked for by torch's function that cuts full states from rank 0.
         """
         # See [Note: full state dicts of torch].
-        if sys._getframe(1).f_code in _CUT_FULL_STATES:
+        if sys._getframe(1).f_code is _CUTS_FULL_STATE:
             raise NotImplementedError(
-                f"StateDictOptions(full_state_dict=True) cannot load into {self.placement!r}: "
+                f"StateDictOptions(broadcast_from_rank0=True) cannot load into {self.placement!r}: "
                 "torch would cut full tensors by rules of its own, so nothing was written; call "
                 "load_full_state_dict(model, optimizer, state=..., broadcast_from_rank0=...)"
             )
@@ -240,7 +240,7 @@ class RaggedDTensor(DTensor):
         if isinstance(target, Replicate):
             local = self.full_tensor()
         elif type(target) is Shard and self.dim() and target.dim in (0, -self.dim()):
-            rows = _chunks(self.shape[0], shard_size(mesh))
+            rows = chunks(self.shape[0], shard_size(mesh))
             row_numel = prod(self.shape[1:])
             bounds = [(start * row_numel, stop * row_numel) for start, stop in rows]
             start, stop = rows[shard_rank(mesh)]
@@ -422,8 +422,8 @@ class _Move(torch.autograd.Function):
         ctx.source = x.placement.all_bounds(x.numel())
         local = x._local_tensor.to(x.device_mesh.device_type)
         if target is None:
-            return _gather(local, ctx.source, x.device_mesh)
-        return _exchange(local, ctx.source, target, x.device_mesh)
+            return gather(local, ctx.source, x.device_mesh)
+        return exchange(local, ctx.source, target, x.device_mesh)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[DTensor, None]:
@@ -431,68 +431,5 @@ class _Move(torch.autograd.Function):
             start, stop = ctx.source[shard_rank(ctx.spec.mesh)]
             local = grad[start:stop].clone(memory_format=torch.contiguous_format)
         else:
-            local = _exchange(grad.contiguous(), ctx.target, ctx.source, ctx.spec.mesh)
+            local = exchange(grad.contiguous(), ctx.target, ctx.source, ctx.spec.mesh)
         return wrap(RaggedDTensor, local, ctx.spec), None
-
-
-def _chunks(rows: int, world_size: int) -> Bounds:
-    """The rows of every rank under `Shard(0)`, which cuts as `torch.chunk` does."""
-    chunk = -(-rows // world_size)
-    cuts = [min(rank * chunk, rows) for rank in range(world_size + 1)]
-    return list(itertools.pairwise(cuts))
-
-
-# Elements travel as bytes: a backend need not know the dtype (gloo rejects some), nor round.
-
-
-def _gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
-    """All elements on every rank, from pieces at `bounds`; (numel,)."""
-    group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
-    sizes = [stop - start for start, stop in bounds]
-    full = local.new_empty(sum(sizes))
-    largest = max(sizes)
-    if world_size * largest > 2 * sum(sizes):
-        # Padding every piece to the largest would multiply the memory by up to the world size.
-        works = [
-            dist.broadcast(
-                (local if rank == own_rank else full[start:stop]).view(torch.uint8),
-                group=group,
-                group_src=rank,
-                async_op=True,
-            )
-            for rank, (start, stop) in enumerate(bounds)
-            if start < stop
-        ]
-        for work in works:
-            work.wait()
-        start, stop = bounds[own_rank]
-        full[start:stop] = local
-    elif full.numel():
-        padded = local.new_zeros(largest)
-        padded[: local.numel()] = local
-        slots = local.new_empty(world_size, largest)
-        dist.all_gather(
-            [slot.view(torch.uint8) for slot in slots], padded.view(torch.uint8), group=group
-        )
-        torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)], out=full)
-    return full
-
-
-def _exchange(local: Tensor, source: Bounds, target: Bounds, mesh: DeviceMesh) -> Tensor:
-    """This rank's elements at `target`, from pieces at `source`; by one uneven all-to-all."""
-
-    def overlaps(own: tuple[int, int], others: Bounds) -> list[int]:
-        return [max(0, min(own[1], stop) - max(own[0], start)) for start, stop in others]
-
-    rank, width = shard_rank(mesh), local.element_size()
-    sent = overlaps(source[rank], target)
-    received = overlaps(target[rank], source)
-    moved = local.new_empty(sum(received))
-    dist.all_to_all_single(
-        moved.view(torch.uint8),
-        local.view(torch.uint8),
-        [numel * width for numel in received],
-        [numel * width for numel in sent],
-        group=shard_group(mesh),
-    )
-    return moved

@@ -5,6 +5,8 @@ Each is right, or raises on every rank before anything is written.
 
 import copy
 import itertools
+import math
+import re
 from typing import Any
 
 import pytest
@@ -20,6 +22,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
     set_state_dict,
 )
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
 
 import vfsdp_optim
 from checkpoints import (
@@ -106,8 +110,10 @@ def expected_error(flags: dict[str, bool], part: str) -> tuple[type[Exception], 
     """What setting a state has to raise; None where it has to work."""
     if flags["broadcast_from_rank0"] and not flags["full_state_dict"]:
         return ValueError, "full_state_dict must be True"
-    if flags["full_state_dict"]:
+    if flags["broadcast_from_rank0"]:
         return NotImplementedError, "call load_full_state_dict"
+    if flags["full_state_dict"]:
+        return RuntimeError, "unsupported placements.*load_full_state_dict"
     if flags["strict"] and flags["ignore_frozen_params"] and part == "model":
         return RuntimeError, "Missing key.*frozen.weight"
     return None
@@ -206,6 +212,45 @@ def test_loading_from_rank0_with_torchs_function_writes_no_piece_that_has_the_fu
     results = run_ranks(broadcast_full_vectors, 2)
     assert [changed for changed, _ in results] == ["", ""]
     assert "True" in [held for _, held in results], "else the fault could not show"
+
+
+def cut_full_tensors(mesh_sizes: tuple[int, ...]) -> list[str]:
+    """What torch's `distribute_tensor` says, after which its cures are carried out."""
+    net = Small()
+    names = ("replicate", "shard")[-len(mesh_sizes) :]
+    fully_shard(net, mesh=init_device_mesh("cpu", mesh_sizes, mesh_dim_names=names))
+    generator = torch.Generator().manual_seed(0)
+    full = {name: torch.randn(p.shape, generator=generator) for name, p in net.named_parameters()}
+    said = []
+    for name, p in net.named_parameters():
+        try:
+            distribute_tensor(full[name], p.device_mesh, p.placements)
+        except RuntimeError as error:
+            said.append(str(error))
+        made = torch.empty_like(p).copy_(full[name])
+        assert torch.equal(made.full_tensor(), full[name])
+        with torch.no_grad():
+            p.copy_(full[name])
+    copied = difference(plain(dict(net.state_dict())), full)
+    load_full_state_dict(net, state={name: value + 1 for name, value in full.items()})
+    loaded = difference(
+        plain(dict(net.state_dict())), {name: value + 1 for name, value in full.items()}
+    )
+    return [copied, loaded, *said]
+
+
+@pytest.mark.parametrize("mesh_sizes", [(2,), (2, 2)])
+def test_loading_by_distribute_tensor_is_refused_with_what_works(
+    mesh_sizes: tuple[int, ...],
+) -> None:
+    """torchtune and torch's tutorial of FSDP2 cut full tensors by the placements of parameters."""
+    for copied, loaded, *said in run_ranks(cut_full_tensors, math.prod(mesh_sizes), mesh_sizes):
+        assert (copied, loaded) == ("", "")
+        assert len(said) == 4
+        for text in said:
+            assert re.search(
+                r"unsupported placements RaggedShard\(.*parameter\.copy_\(full\)", text
+            )
 
 
 def set_together(kind: str) -> str:

@@ -1,0 +1,82 @@
+"""What a tensor in flat pieces sends when its layout changes; one collective each.
+
+Touches the process group of the mesh's shard axis: replicas hold the same. Knows no placement, only
+which range of the flattened tensor each rank has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from sharding.transport.axes import shard_group, shard_rank
+
+Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
+
+
+def chunks(rows: int, world_size: int) -> Bounds:
+    """The rows of every rank under `Shard(0)`, which cuts as `torch.chunk` does."""
+    chunk = -(-rows // world_size)
+    cuts = [min(rank * chunk, rows) for rank in range(world_size + 1)]
+    return list(itertools.pairwise(cuts))
+
+
+# Elements travel as bytes: a backend need not know the dtype (gloo rejects some), nor round.
+
+
+def gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
+    """All elements on every rank, from pieces at `bounds`; (numel,)."""
+    group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
+    sizes = [stop - start for start, stop in bounds]
+    full = local.new_empty(sum(sizes))
+    largest = max(sizes)
+    if world_size * largest > 2 * sum(sizes):
+        # Padding every piece to the largest would multiply the memory by up to the world size.
+        works = [
+            dist.broadcast(
+                (local if rank == own_rank else full[start:stop]).view(torch.uint8),
+                group=group,
+                group_src=rank,
+                async_op=True,
+            )
+            for rank, (start, stop) in enumerate(bounds)
+            if start < stop
+        ]
+        for work in works:
+            work.wait()
+        start, stop = bounds[own_rank]
+        full[start:stop] = local
+    elif full.numel():
+        padded = local.new_zeros(largest)
+        padded[: local.numel()] = local
+        slots = local.new_empty(world_size, largest)
+        dist.all_gather(
+            [slot.view(torch.uint8) for slot in slots], padded.view(torch.uint8), group=group
+        )
+        torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)], out=full)
+    return full
+
+
+def exchange(local: Tensor, source: Bounds, target: Bounds, mesh: DeviceMesh) -> Tensor:
+    """This rank's elements at `target`, from pieces at `source`; by one uneven all-to-all."""
+
+    def overlaps(own: tuple[int, int], others: Bounds) -> list[int]:
+        return [max(0, min(own[1], stop) - max(own[0], start)) for start, stop in others]
+
+    rank, width = shard_rank(mesh), local.element_size()
+    sent = overlaps(source[rank], target)
+    received = overlaps(target[rank], source)
+    moved = local.new_empty(sum(received))
+    dist.all_to_all_single(
+        moved.view(torch.uint8),
+        local.view(torch.uint8),
+        [numel * width for numel in received],
+        [numel * width for numel in sent],
+        group=shard_group(mesh),
+    )
+    return moved
