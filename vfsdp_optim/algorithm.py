@@ -7,7 +7,9 @@ sharded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,6 +28,13 @@ TORCH_KEYS = frozenset(
     foreach fused capturable differentiable decoupled_weight_decay""".split()
 )
 
+
+# Options of other update rules: as a label one would train otherwise than asked, in silence.
+_OPTIONS = frozenset(
+    """momentum dampening nesterov ns_coefficients ns_steps adjust_lr_fn matrices use_muon amsgrad
+    alpha centered rho lr_decay lambd t0 etas step_sizes momentum_decay initial_accumulator_value
+    """.split()
+)
 
 # Group keys of every algorithm about what states and weights are kept in: see precision.py.
 PRECISION: dict[str, Any] = {
@@ -74,7 +83,7 @@ class Algorithm(ABC):
     nonnegative: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **defaults: Any) -> None:
-        self.defaults = {**PRECISION, **defaults}
+        self.defaults = {k: plain_value(v) for k, v in {**PRECISION, **defaults}.items()}
         kept = self.defaults["keep_32bit"]
         if isinstance(kept, Iterable) and not isinstance(kept, str):  # refused with the group
             self.defaults["keep_32bit"] = tuple(kept)
@@ -82,18 +91,23 @@ class Algorithm(ABC):
     def complete(self, group: dict[str, Any], where: str) -> None:
         """Fill in what a group does not say, and check what it says.
 
+        Other keys are labels, such as `name` or `lr_scale`, which are kept as torch keeps them.
+
         Raises:
-            ValueError: a key that this algorithm does not have, or a value out of range.
+            ValueError: an option that this algorithm does not have, or a value out of range.
             NotImplementedError: a valid request that is not supported.
         """
-        unknown = sorted(set(group) - set(self.defaults) - TORCH_KEYS - {"algorithm"})
+        labels = set(group) - set(self.defaults) - TORCH_KEYS - {"algorithm"}
+        unknown = sorted(
+            key for key in labels if key in _OPTIONS or _is_misspelt(key, self.defaults)
+        )
         if unknown:
             raise ValueError(
                 f"{where}: algorithm {self.name!r} has no {', '.join(map(repr, unknown))}; "
                 f"it has {sorted(self.defaults)}"
             )
         for key, value in self.defaults.items():
-            group.setdefault(key, value)
+            group[key] = plain_value(group.get(key, value))
         self.check_group(group, where)
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
@@ -186,6 +200,26 @@ def chosen_algorithm(choice: object, known: dict[str, Algorithm], where: str) ->
             f"{choice!r}; the optimizer of that name brings it, and takes groups of others beside"
         )
     return known[choice]
+
+
+def plain_value(value: Any) -> Any:
+    """Return numbers, and tuples of them, for what configuration libraries give: NumPy's scalars
+    and arrays, fractions, sequences that are no lists. Everything else is returned as it is."""
+    if value is None or isinstance(value, str | bytes | bool | int | float | Tensor):
+        return value
+    if isinstance(value, tuple | list):
+        items = [plain_value(item) for item in value]
+        same = all(a is b for a, b in zip(items, value, strict=True))
+        return value if same else tuple(items)
+    if callable(getattr(value, "tolist", None)) and hasattr(value, "dtype"):  # NumPy's
+        return plain_value(value.tolist()) if value.ndim == 0 else tuple(map(plain_value, value))
+    if isinstance(value, Real):
+        return int(value) if isinstance(value, Integral) else float(value)
+    return tuple(map(plain_value, value)) if isinstance(value, Sequence) else value
+
+
+def _is_misspelt(key: object, known: Iterable[str]) -> bool:
+    return not isinstance(key, str) or bool(get_close_matches(key, known, n=1, cutoff=0.85))
 
 
 def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
