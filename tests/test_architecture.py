@@ -53,6 +53,7 @@ ORDER = {
         "gradient_slots",
         "parameter",
         "gathered",
+        "slots",
         "originals",
         "reduction",
         "containers",

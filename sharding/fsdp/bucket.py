@@ -23,8 +23,14 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.gathered import GatheredForms, mark_gathered
 from sharding.fsdp.gradient_slots import GradientSlots
-from sharding.fsdp.parameter import BucketParameter, check_converted_as_a_whole, placement_in
+from sharding.fsdp.parameter import (
+    BucketParameter,
+    Places,
+    check_converted_as_a_whole,
+    placement_in,
+)
 from sharding.fsdp.reduction import Reduction, Replicas
+from sharding.fsdp.slots import Slots
 from sharding.fsdp.transforms import outside_of_transforms
 from sharding.planning.negotiation import BucketPlan
 from sharding.tensor.ragged_tensor import RaggedDTensor
@@ -85,6 +91,8 @@ class Bucket:
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
+        self._places = Places(self.parameters)
+        self.slots = Slots(self.parameters, self.name)
         self._gathered = GatheredForms(self.parameters)
         self._gathered.close()
         self._gather: Pending | None = None
@@ -99,11 +107,6 @@ class Bucket:
     @property
     def _what(self) -> str:
         return f"the reduction of bucket {self.name!r}"
-
-    def register(self) -> None:
-        """Gives the modules their sharded parameters."""
-        for parameter in self.parameters:
-            parameter.put(parameter.sharded)
 
     def _make_buffer(
         self, segment: int, dtype: torch.dtype, device: torch.device
@@ -160,7 +163,7 @@ class Bucket:
         return any(buffer.device.type == "meta" for buffer in self.buffers)
 
     @torch.no_grad()
-    def adopt(self) -> None:
+    def adopt(self, *, keeps_ties: bool = False) -> None:
         """Takes parameters that left the flat buffers back in, values and all.
 
         Conversion (`module.to`), `to_empty`, `swap_tensors`, `load_state_dict(assign=True)` and
@@ -174,18 +177,21 @@ class Bucket:
         """
         if self.state is not ShardedState.SHARDED:
             raise RuntimeError(f"the parameters of bucket {self.name!r} changed while unsharded")
-        for parameter in self.parameters:
-            parameter.take_back()
+        self.slots.check_present()
+        self.slots.take_assigned(keeps_ties=keeps_ties)
         for slots in self._slots:
             members = [self.parameters[i] for s in slots.segments for i in self._members[s]]
             check_converted_as_a_whole(members, self.name)
-        if any([self._adopt_segment(segment) for segment in range(len(self.buffers))]):
+        converted = [self._adopt_segment(segment) for segment in range(len(self.buffers))]
+        self._places.note()
+        if any(converted):
             if self._seen:
                 raise RuntimeError(
                     f"bucket {self.name!r} was converted while gradients wait for their reduction; "
                     f"convert before backward, or after one that synchronises gradients"
                 )
             self._make_slots()
+            self.slots.refresh()
 
     def _adopt_segment(self, segment: int) -> bool:
         """Whether the segment has another dtype or device than before."""
@@ -206,10 +212,6 @@ class Bucket:
                 parameter.sharded_grad = None
         return converted
 
-    def _has_moved(self) -> bool:
-        """Whether some parameter is another object or lies elsewhere than this bucket left it."""
-        return any(p.has_moved(self.buffers[p.segment]) for p in self.parameters)
-
     @outside_of_transforms
     @torch.no_grad()
     def unshard(self) -> None:
@@ -220,7 +222,9 @@ class Bucket:
         """
         if self.state is not ShardedState.SHARDED:
             return
-        if self._has_moved():
+        if not self.slots.hold(gathered=False):
+            self.slots.check_present()
+        if self.slots.assigned or self._places.have_changed():
             self.adopt()
         if self.is_meta:
             raise RuntimeError(
@@ -239,13 +243,15 @@ class Bucket:
         """Completes the gather and registers the unsharded parameters."""
         self.unshard()
         if self.state is ShardedState.UNSHARDED:
+            if not self.slots.hold(gathered=True):
+                self.slots.show(gathered=True)
             return
         self._finish_gather()
         self._gathered.open()
         self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
         for i, parameter in enumerate(self.parameters):
             parameter.unsharded.requires_grad_(i in self._trainable)
-            parameter.put(parameter.unsharded)
+        self.slots.show(gathered=True)
         self.state = ShardedState.UNSHARDED
 
     @outside_of_transforms
@@ -255,16 +261,23 @@ class Bucket:
         What was written into gathered parameters is copied back: see gathered.py.
         """
         self.unsharded_by_hand = False
-        if self.state is ShardedState.SHARDED:
+        if self.state is ShardedState.SHARDED and self.slots.hold(gathered=False):
             return
         self._finish_gather()
         if self.state is ShardedState.UNSHARDED:
             self._write_back()
-        self.register()
-        self._gathered.close()
-        for buffer in self.buffers:
-            buffer.free_unsharded()
         self.state = ShardedState.SHARDED
+        self.slots.show(gathered=False)
+        if not self.slots.lends_memory:
+            self._gathered.close()
+            for buffer in self.buffers:
+                buffer.free_unsharded()
+
+    def stage_foreign(self) -> None:
+        """Has modules compute with the tensors that somebody put in place of their parameters."""
+        if self.slots.borrowed:
+            dtype = self._mp_policy.param_dtype
+            self.slots.stage(lambda p: dtype if p.sharded.is_floating_point() else None)
 
     @torch.no_grad()
     def _write_back(self) -> None:
@@ -276,11 +289,6 @@ class Bucket:
         for parameter in written:
             self.buffers[parameter.segment].copy_changed(parameter.index, parameter.unsharded)
         check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
-
-    @property
-    def gathered(self) -> list[BucketParameter]:
-        """The parameters whose modules hold their gathered form."""
-        return self.parameters if self.state is ShardedState.UNSHARDED else []
 
     @property
     def is_old(self) -> bool:
@@ -364,17 +372,7 @@ class Bucket:
         if grad is None:
             return
         self.check_is_gathered()
-        if grad.layout is not torch.strided:
-            raise NotImplementedError(
-                f"{parameter.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
-                f"sharded: build the module with sparse=False"
-            )
-        if grad.requires_grad:
-            raise NotImplementedError(
-                f"{parameter.fqn} got a gradient with a graph, which averaging it over ranks would "
-                f"drop: call backward() without create_graph; for penalties on gradients of inputs "
-                f"use torch.autograd.grad(loss, inputs, create_graph=True)"
-            )
+        parameter.check_grad(grad)
         buffer = self.buffers[parameter.segment]
         if buffer.grad_slots is None:
             self._slots_of[parameter.segment].borrow(self.workspace)

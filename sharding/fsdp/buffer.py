@@ -142,7 +142,6 @@ class DistributedBuffer:
             for i in range(count)
         ]
         self.local_ranges = [self._local_range(i) for i in range(count)]
-        self.local_pointers = [self.local_view(i).data_ptr() for i in range(count)]
         self._gaps = self._local_gaps()
 
     @staticmethod

@@ -147,7 +147,7 @@ def fully_shard(
         if optimizer is not None:  # it may refuse, and then no module has changed
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
-        bucket.register()
+        bucket.slots.fill()
         watch_optimizers()
         for fqn, original in originals.items():
             mark_sharded(original, fqn)
@@ -294,7 +294,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         """
         states = [s for s in self._states(recurse) if s.is_last_backward]
         buckets = [s.bucket for s in states if s.bucket is not None]
-        sharded = {id(p.unsharded): p.sharded for b in buckets for p in b.gathered}
+        sharded = {id(p.unsharded): p.sharded for b in buckets for p in b.parameters}
         own: Any = super(torch_fsdp.FSDPModule, self)
         for name, parameter in own.named_parameters(prefix, recurse, remove_duplicate):
             yield name, sharded.get(id(parameter), parameter)

@@ -87,7 +87,7 @@ class ModuleState(AskedByTorch):
             module.register_load_state_dict_pre_hook(check)
             if bucket is not None:
                 module.register_state_dict_pre_hook(lambda *_: bucket.reshard())
-                module.register_load_state_dict_post_hook(lambda *_: bucket.adopt())
+                module.register_load_state_dict_post_hook(lambda *_: bucket.adopt(keeps_ties=True))
 
     # -- root -----------------------------------------------------------------------------------
 
@@ -144,7 +144,7 @@ class ModuleState(AskedByTorch):
         context.states.append(self)
         self._parts = [part for module in self.modules for part in _parts(module)]
         if self.bucket is not None:
-            self.bucket.name = name
+            self.bucket.name = self.bucket.slots.name = name
             self.bucket.set_workspace(context.workspace)
             # The graph of a backward may reach parameters before any module's hook.
             self.bucket.grad_arrived = context.begin_backward
@@ -177,6 +177,7 @@ class ModuleState(AskedByTorch):
                 if state.bucket is not None:
                     state.bucket.unshard()
         self.bucket.wait_for_unshard()
+        self.bucket.stage_foreign()
         # Backward leaves the modules of a call in reverse order: the first one's inputs end it.
         return self._watch_inputs(args, kwargs, recompute) if is_first else (args, kwargs)
 
@@ -195,6 +196,8 @@ class ModuleState(AskedByTorch):
         self.open_calls = max(0, self.open_calls - 1)  # 0 where the hook before it raised
         watched = self._watch_outputs(output)
         is_done = not self._running and not self.open_calls
+        if self.bucket is not None and is_done:
+            self.bucket.slots.unstage()
         if self.bucket is not None and is_done and not self.in_backward and watched:
             if context.in_backward or self._frees_after_forward(self.bucket, context):
                 self.bucket.reshard()
@@ -326,6 +329,7 @@ class ModuleState(AskedByTorch):
         self.open_calls = 0
         if self.bucket is not None:
             self.bucket.drop_gradients()
+            self.bucket.slots.unstage()
             self.bucket.reshard()
 
     def _after_backward(self) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sharding.fsdp.gathered import gathered_from
+from sharding.fsdp.slots import check_step
 
 # Set on the original of a sharded parameter: whoever meets it later holds what no module has.
 _TAKEN = "_fully_sharded_as"
@@ -35,6 +36,7 @@ def _refuse_originals(
 
     Its parameters get no gradients any more, so that the step would train nothing, in silence.
     """
+    check_step(optimizer)
     if hasattr(optimizer, "rebind"):  # ours look by themselves, whenever their state is used
         return
     for group in optimizer.param_groups:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 
-from sharding.fsdp.buffer import DistributedBuffer
 from sharding.planning.negotiation import BucketPlan
 from sharding.planning.planner import ALIGN
 from sharding.tensor.placement import RaggedShard
@@ -41,27 +41,6 @@ class BucketParameter:
         """Dtype and device of the sharded parameter."""
         return self.local.dtype, self.local.device
 
-    @property
-    def is_held(self) -> bool:
-        """Whether all its modules hold the sharded parameter."""
-        return all(module._parameters.get(name) is self.sharded for module, name in self.sites)
-
-    def has_moved(self, buffer: DistributedBuffer) -> bool:
-        """Whether it is another object, or lies elsewhere, than its bucket left it."""
-        # Empty pieces have no address: their dtype and device tell, so that ranks agree.
-        local = self.sharded._local_tensor
-        return (
-            not self.is_held
-            or local.data_ptr() != buffer.local_pointers[self.index]
-            or local.dtype != buffer.dtype
-            or local.device != buffer.device
-        )
-
-    def put(self, form: Tensor) -> None:
-        """Has its modules hold this form."""
-        for module, name in self.sites:
-            _put(module, name, form)
-
     def zero_grad(self, set_to_none: bool) -> None:
         """Clear the sharded gradient, which users see."""
         if set_to_none:
@@ -81,25 +60,32 @@ class BucketParameter:
                 f"laid out as its parameter: p.grad = torch.zeros_like(p); p.grad.copy_(full)"
             )
 
-    def take_back(self) -> None:
-        """Copies what a module was assigned into the sharded parameter, and puts that back."""
-        for module, name in self.sites:
-            held = module._parameters.get(name)
-            if held is self.sharded:
-                continue
-            if held is None:
-                raise RuntimeError(f"{self.fqn} was deleted from its fully sharded module")
-            if held.shape != self.sharded.shape:
-                raise ValueError(
-                    f"{self.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
-                    f"the sharded layout is {tuple(self.sharded.shape)}"
-                )
-            if self.sharded.is_meta:
-                _materialise(self.sharded, held)
-            else:
-                self.sharded.copy_(held.detach())
-            self.sharded.requires_grad_(held.requires_grad)
-            _put(module, name, self.sharded)
+    def check_grad(self, grad: Tensor) -> None:
+        """Raises for an arriving gradient that cannot be averaged over ranks."""
+        if grad.layout is not torch.strided:
+            raise NotImplementedError(
+                f"{self.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
+                f"sharded: build the module with sparse=False"
+            )
+        if grad.requires_grad:
+            raise NotImplementedError(
+                f"{self.fqn} got a gradient with a graph, which averaging it over ranks would "
+                f"drop: call backward() without create_graph; for penalties on gradients of inputs "
+                f"use torch.autograd.grad(loss, inputs, create_graph=True)"
+            )
+
+    def take_back(self, held: Tensor) -> None:
+        """Copies what a module was assigned into the sharded parameter."""
+        if held.shape != self.sharded.shape:
+            raise ValueError(
+                f"{self.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
+                f"the sharded layout is {tuple(self.sharded.shape)}"
+            )
+        if self.sharded.is_meta:
+            _materialise(self.sharded, held)
+        else:
+            self.sharded.copy_(held.detach())
+        self.sharded.requires_grad_(held.requires_grad)
 
 
 def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
@@ -117,7 +103,33 @@ def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
     )
 
 
-def _put(module: nn.Module, name: str, tensor: Tensor) -> None:
+class Places:
+    """Where the pieces of parameters lie: in the buffers, unless somebody has moved them."""
+
+    def __init__(self, parameters: Sequence[BucketParameter]) -> None:
+        self._parameters = parameters
+        self._last = self._now()
+
+    def note(self) -> None:
+        """Remember that the pieces are where they belong."""
+        self._last = self._now()
+
+    def have_changed(self) -> bool:
+        """Whether some piece lies elsewhere, or has another dtype or device, than was noted."""
+        return self._last != self._now()
+
+    def _now(self) -> tuple[list[int], list[tuple[torch.dtype, torch.device]]]:
+        # Empty pieces have no address: their dtype and device tell, so that ranks agree.
+        pieces = list(map(_PIECE, self._parameters))
+        return list(map(Tensor.data_ptr, pieces)), list(map(_KIND, pieces))
+
+
+_PIECE = attrgetter("sharded._local_tensor")
+_KIND = attrgetter("dtype", "device")
+
+
+def put(module: nn.Module, name: str, tensor: Tensor) -> None:
+    """Has a module hold a tensor as its parameter."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = cast(nn.Parameter, tensor)
     else:  # such as nn.LSTM's, which notes its weights in a list of its own too

@@ -230,7 +230,7 @@ def _keep_gradient_sharded(x: DTensor) -> None:
     if torch.is_grad_enabled() and x.requires_grad:
         hooks = (x._backward_hooks or {}).values()
         if not any(isinstance(hook, _KeepSharded) for hook in hooks):
-            x.register_hook(_KeepSharded(x))
+            Tensor.register_hook(x, _KeepSharded(x))  # of a parameter, too; see gradient_hooks.py
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
