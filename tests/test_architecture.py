@@ -41,6 +41,7 @@ ORDER = {
     "sharding.tensor": [
         "placement",
         "moves",
+        "gradient_hooks",
         "local_ops",
         "random_ops",
         "reductions",
@@ -58,6 +59,7 @@ ORDER = {
         "reduction",
         "containers",
         "bucket",
+        "module_tree",
         "root",
         "asked_by_torch",
         "module_state",

@@ -75,6 +75,7 @@ class Bucket:
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
         self.initial_values = ""  # checksums, in debug mode
+        self.originals: list[weakref.ref[Tensor]] = []  # that the sharded parameters replaced
         self.unsharded_by_hand = False  # and not used in a forward since
         self.stays_gathered = False  # after forward, until what it was gathered from changes
         self.requires_gradient_sync = True

@@ -6,6 +6,7 @@ May touch: modules' classes and parameters. The same call and the same method na
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -148,6 +149,7 @@ def fully_shard(
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
         bucket.slots.fill()
+        bucket.originals = [weakref.ref(original) for original in originals.values()]
         watch_optimizers()
         for fqn, original in originals.items():
             mark_sharded(original, fqn)

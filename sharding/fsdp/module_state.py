@@ -108,27 +108,33 @@ class ModuleState(AskedByTorch):
                 f"{[type(m).__name__ for m in self.modules]}: call fully_shard on the model that "
                 f"holds them"
             )
+        context = RootContext(self)
+        self._take_in_states(context)
+        return context
+
+    def _take_in_states(self, context: RootContext) -> None:
+        """Has the states below that are new to this root join it, and checks what there is now."""
         below = self._states_below()
-        earlier = {name: state.context for name, state in below.items()}
+        earlier = {n: s.context for n, s in below.items() if s.context is not context}
         for name, former in earlier.items():
             if former is not None and former.root not in below.values():
                 raise RuntimeError(
                     f"{name} is below {type(former.root.modules[0]).__name__}, which is a root "
                     f"already; two roots cannot share a module: call fully_shard on what holds both"
                 )
-        context = RootContext(self)
-        for name, state in below.items():
-            state.join(context, name)
+        known = list(context.states)
+        for name in earlier:
+            below[name].join(context, name)
         try:
-            context.check()
+            context.check(has_new_states=bool(earlier))
         except Exception:
-            for name, state in below.items():
-                state.context = earlier[name]
+            context.states = known
+            for name, former in earlier.items():
+                below[name].context = former
             raise
         for former in earlier.values():
             if former is not None:
                 context.absorb(former)
-        return context
 
     def _states_below(self) -> dict[str, ModuleState]:
         """This state and all below it, by the name of their first module; parents first."""
@@ -160,6 +166,8 @@ class ModuleState(AskedByTorch):
         recompute = context.in_backward  # activation checkpointing runs forward inside backward
         if not recompute and not self.open_calls:
             if context.root is self:
+                if context.tree.has_changed():
+                    self._take_in_states(context)
                 context.begin_forward()
             elif self.bucket is not None and not self._running:
                 context.begin_call(self.bucket)

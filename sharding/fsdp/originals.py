@@ -5,6 +5,8 @@ May touch: marks on parameters; watches the steps of every optimizer of the proc
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
@@ -27,6 +29,20 @@ def sharded_as(parameter: Tensor) -> str | None:
 def mark_sharded(parameter: Tensor, fqn: str) -> None:
     """Has `sharded_as` return `fqn` for an original parameter from here on."""
     setattr(parameter, _TAKEN, fqn)
+
+
+def check_hooks(originals: Iterable[weakref.ref[Tensor]]) -> None:
+    """Raise for hooks that were put on the original of a sharded parameter."""
+    for reference in originals:
+        original = reference()
+        if original is None:
+            continue
+        if original._backward_hooks or original._post_accumulate_grad_hooks:
+            raise RuntimeError(
+                f"{sharded_as(original)}: hooks on its gradient were put on the original, which "
+                f"fully_shard has replaced, and would never run; put them on the sharded "
+                f"parameter, with register_post_accumulate_grad_hook"
+            )
 
 
 def _refuse_originals(

@@ -29,6 +29,8 @@ from torch import nn
 
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace
+from sharding.fsdp.module_tree import ModuleTree
+from sharding.fsdp.originals import check_hooks
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.agreement import check_same_on_all_ranks
@@ -66,11 +68,13 @@ class RootContext:
     Attributes:
         root: The state whose module runs first.
         states: All states of the root, itself included.
+        tree: The modules below the root, which may change.
     """
 
     def __init__(self, root: State) -> None:
         self.root = root
         self.states: list[State] = []
+        self.tree = ModuleTree(root.modules[0])
         self.workspace = Workspace()
         # What autograd calls at the end of backward, from the first pre-backward hook until then.
         # Autograd alone holds it: it is gone when a backward has raised.
@@ -102,36 +106,27 @@ class RootContext:
     def _has_raised(self) -> bool:
         return self._at_end is not None and self._at_end() is None
 
-    def check(self) -> None:
-        """Proves once, before the first forward, that all is well for ranks to train together.
+    def check(self, *, has_new_states: bool) -> None:
+        """Proves that all is well for ranks to train together, whenever what they train changes.
+
+        Args:
+            has_new_states: Whether states joined since the last check; then it is a collective.
 
         Raises:
             RuntimeError: On every rank, naming what differs between ranks, or which parameter no
                 `fully_shard` call took.
         """
-        self.check_ranks_agree()
+        if has_new_states:
+            self.check_ranks_agree()
         self.check_optimizers()
-        self._check_all_taken()
+        check_hooks(original for bucket in self.buckets for original in bucket.originals)
+        self.tree.check(self.buckets, [p for state in self.states for p in state.ignored])
 
     def absorb(self, former: RootContext) -> None:
         """Takes over from the root that a module below was, as long as it ran by itself."""
         if former._has_raised:
             former.reset()
         self._unreduced += [b for b in former._unreduced if b not in self._unreduced]
-
-    def _check_all_taken(self) -> None:
-        ignored = {id(p) for state in self.states for p in state.ignored}
-        taken = {(id(m), n) for b in self.buckets for p in b.parameters for m, n in p.sites}
-        for path, module in self.root.modules[0].named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or not parameter.requires_grad or id(parameter) in ignored:
-                    continue
-                if (id(module), name) not in taken:
-                    fqn = f"{path}.{name}" if path else name
-                    raise RuntimeError(
-                        f"{fqn} was added after fully_shard: every rank would train its own; add "
-                        f"parameters before fully_shard, or pass it in ignored_params"
-                    )
 
     @property
     def keeps_weights(self) -> bool:

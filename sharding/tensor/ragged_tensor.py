@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.tensor.gradient_hooks import GradientHooks
 from sharding.tensor.local_ops import LOCAL_OPS, refusal, wrap
 from sharding.tensor.moves import Bounds, chunks, exchange, gather
 from sharding.tensor.placement import Box, RaggedShard, boxes, placement_from_runs
@@ -61,7 +62,7 @@ _WRITTEN = {
 }
 
 
-class RaggedDTensor(DTensor):
+class RaggedDTensor(GradientHooks):
     """A tensor whose flattened form is cut over the ranks of a mesh as a `RaggedShard` says.
 
     `shape`, `stride()` and `numel()` are those of the full tensor; `_local_tensor` is this rank's
