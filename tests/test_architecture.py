@@ -47,7 +47,7 @@ ORDER = {
         "reductions",
         "ragged_tensor",
     ],
-    "sharding.checkpoint": ["names", "load_checks", "full_state"],
+    "sharding.checkpoint": ["names", "optimizer_checks", "load_checks", "full_state"],
     "sharding.fsdp": [
         "transforms",
         "buffer",
@@ -98,7 +98,7 @@ ORDER = {
         "working_set",
         "agreement",
     ],
-    "vfsdp_optim.checkpoint": ["bitsandbytes_states", "saved", "conversion"],
+    "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
     "vfsdp_optim.capacity": [
         "shapes",
         "huggingface",
@@ -147,6 +147,7 @@ PURE = [
     "sharding.planning.units",
     "sharding.planning.ownership",
     "sharding.checkpoint.names",
+    "sharding.checkpoint.optimizer_checks",
     "vfsdp_optim.capacity.shapes",
     "vfsdp_optim.capacity.huggingface",
     "vfsdp_optim.capacity.parallelism",

@@ -8,7 +8,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from vfsdp_optim.algorithm import Algorithm, check_at_least_zero, check_state_dtype
+from vfsdp_optim.algorithm import (
+    Algorithm,
+    check_at_least_zero,
+    check_betas,
+    check_state_dtype,
+    check_switches,
+)
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
@@ -53,12 +59,8 @@ class AdamWAlgorithm(Algorithm):
                     "one pass over long runs, bitwise equal to torch's foreach=True)"
                 )
         check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
-        betas = group["betas"]
-        numbers = isinstance(betas, tuple | list) and all(
-            isinstance(beta, int | float | Tensor) for beta in betas
-        )
-        if not numbers or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-            raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
+        check_betas(group, where)
+        check_switches(group, where, ("amsgrad", "maximize"))
         check_state_dtype(group, where)
 
     def counts_steps(self, group: dict[str, Any]) -> bool:

@@ -7,7 +7,7 @@ sharded.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -28,6 +28,7 @@ TORCH_KEYS = frozenset(
     foreach fused capturable differentiable decoupled_weight_decay""".split()
 )
 
+_SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
 # Options of other update rules: as a label one would train otherwise than asked, in silence.
 _OPTIONS = frozenset(
@@ -222,7 +223,7 @@ def _is_misspelt(key: object, known: Iterable[str]) -> bool:
     return not isinstance(key, str) or bool(get_close_matches(key, known, n=1, cutoff=0.85))
 
 
-def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
+def check_at_least_zero(group: Mapping[str, Any], where: str, keys: tuple[str, ...]) -> None:
     """Raise ValueError for a negative number, or a tensor of more than one element, in `keys`."""
     for key in keys:
         value = group[key]
@@ -232,6 +233,30 @@ def check_at_least_zero(group: dict[str, Any], where: str, keys: tuple[str, ...]
             )
         if not isinstance(value, int | float | Tensor) or not float(value) >= 0.0:
             raise ValueError(f"{where}: {key}: expected a number >= 0, got {value!r}")
+
+
+def check_switches(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> None:
+    """Raise ValueError for what is neither True nor False in `keys`."""
+    for key in keys:
+        if not isinstance(group[key], bool | int) or group[key] not in (0, 1):
+            raise ValueError(f"{where}: {key}: expected True or False, got {group[key]!r}")
+
+
+def check_betas(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for `betas` that are not two numbers from 0 to below 1."""
+    betas = group["betas"]
+    numbers = isinstance(betas, tuple | list) and all(
+        isinstance(beta, int | float | Tensor) for beta in betas
+    )
+    if not numbers or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
+        raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
+
+
+def check_schedule(group: Mapping[str, Any], where: str) -> None:
+    """Raise ValueError for a value that torch's schedulers keep in a group and cannot use."""
+    check_at_least_zero(group, where, tuple(key for key in _SCHEDULE_KEYS if key in group))
+    if "betas" in group:
+        check_betas(group, where)
 
 
 def check_state_dtype(group: dict[str, Any], where: str) -> None:

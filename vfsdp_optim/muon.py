@@ -12,7 +12,12 @@ from torch.optim.optimizer import ParamsT
 
 from sharding.planning.structure import FullMatrix
 from vfsdp_optim.adamw import AdamWAlgorithm
-from vfsdp_optim.algorithm import MatrixAlgorithm, check_at_least_zero, check_state_dtype
+from vfsdp_optim.algorithm import (
+    MatrixAlgorithm,
+    check_at_least_zero,
+    check_state_dtype,
+    check_switches,
+)
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
     Coefficients,
@@ -56,6 +61,7 @@ class MuonAlgorithm(MatrixAlgorithm):
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges as torch does, the matrix pattern and the coefficients."""
         check_at_least_zero(group, where, ("lr", "weight_decay", "momentum", "eps"))
+        check_switches(group, where, ("nesterov",))
         if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
             raise ValueError(
                 f"{where}: adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got "

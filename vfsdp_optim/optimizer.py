@@ -16,6 +16,7 @@ from sharding.planning.structure import Blocks, Demand, Elementwise
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
+from vfsdp_optim.checkpoint.values import agreed, recast
 from vfsdp_optim.parameters.given import Places, check_current, distinct, named
 from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
@@ -282,25 +283,32 @@ class StructuredOptimizer(torch.optim.Optimizer):
         torch. States keep the dtype they were saved in. A sharded parameter takes full tensors, or
         pieces in any layout; in another layout than the parameter's, this is a collective.
 
+        What is wrong with it on one rank is raised on all ranks that share parameters with it.
+
         Raises:
-            ValueError: groups, names, shapes or state keys do not fit, or a group differs in a key
-                that gives its state another meaning (`algorithm`, `matrices`, `ns_steps`, ...).
-            RuntimeError: a parameter whose state is loaded is on the meta device.
-            TypeError: `state_dict` is no dict.
+            ValueError: groups, names, ids, shapes, dtypes, state keys or values (NaN, out of range)
+                do not fit, or a group differs in what its state means (`algorithm`, `matrices`).
+            RuntimeError: a parameter or its state is on the meta device, or another rank refuses.
+            TypeError: a part of `state_dict` is of another type than `state_dict()` has there.
+            NotImplementedError: a DTensor on another mesh, or a group option that is not supported.
         """
-        if not isinstance(state_dict, Mapping):
-            got = type(state_dict).__name__
-            raise TypeError(f"expected what optimizer.state_dict() returned, got a {got}")
-        state_dict = dict(state_dict)
+        if isinstance(state_dict, Mapping):  # else refused on all ranks
+            state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
-        checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
-        added = [param for param in checkpoint.states if not self._states.get(param)]
-        self._loading = frozenset(checkpoint.states)  # with what was trained before it was frozen
+        # Of copies each process may load alone.
+        peers = [r for r in self._current_layout().peers if r is not self._replicas]
+        added: list[Tensor] = []
         try:
-            layout = self._current_layout()
-            values = [checkpoint.values(m, layout.counting[m.number]) for m in layout.members]
-            checkpoint.check_hyper_parameters(self.param_groups)
+            with agreed(peers):
+                checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
+                added = [param for param in checkpoint.states if not self._states.get(param)]
+                self._loading = frozenset(checkpoint.states)  # frozen since it was trained, too
+                layout = self._current_layout()
+                checkpoint.check_states(layout)
+                checkpoint.check_hyper_parameters(self.param_groups)
+            with agreed(peers):
+                values = checkpoint.read_states(layout, self._algorithm)
         except Exception:
             for param in added:
                 self._states.pop(param, None)
@@ -310,19 +318,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self._loading = frozenset()
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
             group.update(loaded)
-        if any(
-            tensor.dtype != member.views[key].dtype
-            for member in layout.members
-            for key, tensor in values[member.number].states.items()
-        ):
-            for member in layout.members:
-                for key, tensor in values[member.number].states.items():
-                    if tensor.dtype != member.views[key].dtype:
-                        self._states[member.param][key] = member.shard.view(tensor)
-            self._layout = None
+        if recast(layout.members, values, self._states):
             layout = self._current_layout()
-        for member in layout.members:
-            value = values[member.number]
+        for member, value in zip(layout.members, values, strict=True):
             member.load(value.states)
             layout.steps[member.number] = value.step
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():

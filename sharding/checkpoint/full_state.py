@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from sharding.checkpoint.load_checks import EXTRA_STATE
 from sharding.checkpoint.names import match_by_name, plain_names
+from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from sharding.transport.agreement import check_same_on_all_ranks
 from sharding.transport.axes import (
@@ -303,6 +304,7 @@ def _load_optimizer(
 ) -> None:
     """Receives this rank's pieces of all states and hands them to the optimizer."""
     homes = _match_parameters(model, optimizer, outline)
+    check_owned(outline, "state['optimizer']: ")
     groups, states = [], {}
     number = 0
     for places, group in zip(homes, optimizer.param_groups, strict=True):
@@ -329,10 +331,7 @@ def _match_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any]
 ) -> list[list[tuple[int, int]]]:
     """By group of the optimizer, where each parameter is in the saved groups."""
-    if not {"state", "param_groups"} <= set(outline):
-        raise ValueError(
-            f"state['optimizer']: expected 'state' and 'param_groups', got {sorted(outline)[:4]}"
-        )
+    check_built(outline, "state['optimizer']: ")
     saved, own = outline["param_groups"], optimizer.param_groups
     ids = [group["params"] for group in saved]
     flat = [saved_id for group in ids for saved_id in group]

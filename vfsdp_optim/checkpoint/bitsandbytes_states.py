@@ -8,6 +8,7 @@ from torch import Tensor
 
 from vfsdp_optim.states.block_codec import BLOCK, FORMAT, block_count, dynamic_map
 from vfsdp_optim.states.formats import ABSMAX, CODES
+from vfsdp_optim.step.standing_state import step_of
 
 # https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/bitsandbytes/optim/optimizer.py
 _QUANTIZED = "__bnb_optimizer_quant_state__"
@@ -40,22 +41,24 @@ def from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _state(where: str, saved: dict[str, Any]) -> dict[str, Any]:
-    saved = {**saved, **saved.pop(_QUANTIZED, {})}
+    quantized = saved.pop(_QUANTIZED, {})
+    saved = {**saved, **(quantized if isinstance(quantized, Mapping) else {})}
     if not {"state1", "state2", "step"} <= set(saved):
         raise ValueError(
             f"{where}: expected the state1, state2 and step of a bitsandbytes Adam, got "
             f"{sorted(saved)}; other optimizers of bitsandbytes cannot be loaded"
         )
-    step = torch.tensor(float(saved["step"]), dtype=torch.float32, device="cpu")
-    result: dict[str, Any] = {"step": step}
+    step = step_of(saved["step"], where)
+    result: dict[str, Any] = {"step": torch.tensor(step, dtype=torch.float32, device="cpu")}
     for key, (name, number, signed) in _KEYS.items():
-        value: Tensor = saved[key]
+        value = _tensor(saved, key, where)
         if value.dtype != torch.uint8:
             result[name] = value
             continue
-        absmax: Tensor = saved[f"absmax{number}"]
+        absmax = _tensor(saved, f"absmax{number}", where)
+        values = _tensor(saved, f"qmap{number}", where)
         known = dynamic_map(signed, torch.device("cpu"))
-        if not torch.equal(saved[f"qmap{number}"].cpu(), known.values):
+        if not torch.equal(values.cpu(), known.values):
             raise ValueError(f"{where}: expected the dynamic map of bitsandbytes in qmap{number}")
         if absmax.numel() != block_count(value.numel()):
             raise ValueError(
@@ -65,3 +68,10 @@ def _state(where: str, saved: dict[str, Any]) -> dict[str, Any]:
             )
         result[name + CODES], result[name + ABSMAX] = value, absmax
     return result
+
+
+def _tensor(saved: Mapping[str, Any], key: str, where: str) -> Tensor:
+    value = saved.get(key)
+    if not isinstance(value, Tensor) or value.is_meta:
+        raise TypeError(f"{where}: {key}: expected a tensor, got {value!r:.80}")
+    return value

@@ -1,20 +1,29 @@
 """Matches a saved `state_dict()` to an optimizer's groups, and checks it, before anything is
 written."""
 
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from sharding.checkpoint.names import match_by_name, plain_names
-from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
+from sharding.checkpoint.optimizer_checks import check_built, check_owned
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, check_schedule, plain_value
 from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bitsandbytes
+from vfsdp_optim.checkpoint.values import (
+    CURE,
+    LoadedState,
+    check_numbers,
+    check_state,
+    read_state,
+)
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.states.block_codec import FORMAT
 from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.working_set import Layout
 
 # How torch runs its own update, and what describes this optimizer's memory: of no meaning for the
 # values that are loaded.
@@ -24,21 +33,11 @@ _EXECUTION_KEYS = frozenset(
 )
 
 
-# What to do about a checkpoint in another precision.
-CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
 # What to do about codes that mean something else here.
 _RESUME = (
     "resume with the version that wrote it, and where it says local blocks on the layout that "
     "wrote it"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedState:
-    """The state of one parameter: 1-D local pieces, none of them where nothing was saved."""
-
-    states: dict[str, Tensor] = field(default_factory=dict)
-    step: float = 0.0
 
 
 def packed(groups: list[dict[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
@@ -81,12 +80,7 @@ class Checkpoint:
         *,
         any_precision: bool = False,
     ) -> None:
-        missing = [key for key in ("state", "param_groups") if key not in state_dict]
-        if missing:
-            raise ValueError(
-                f"expected an optimizer's state_dict with 'state' and 'param_groups', got the keys "
-                f"{sorted(map(str, state_dict))!r}; pass what optimizer.state_dict() returned"
-            )
+        check_built(state_dict)
         if is_bitsandbytes(state_dict):
             state_dict = from_bitsandbytes(state_dict)
         saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
@@ -95,6 +89,7 @@ class Checkpoint:
             sources, ids = _match_by_position(saved, groups)
         else:
             sources, ids = _match_by_name(saved, names, groups)
+        check_owned(state_dict)
         for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
             keys = algorithms[group["algorithm"]].structural_keys
             _check_structural(f"param group {g}", group, source, ("algorithm", *keys))
@@ -104,14 +99,13 @@ class Checkpoint:
                 _check_convertible(g, group, source)
         self.formats = [source.get("states_format") for source in sources]
         self.hyper_parameters = [
-            {key: deepcopy(value) for key, value in source.items() if key not in _EXECUTION_KEYS}
-            for source in sources
+            _hyper_parameters(f"param group {g}", group, source, algorithms[group["algorithm"]])
+            for g, (group, source) in enumerate(zip(groups, sources, strict=True))
         ]
         self.states: dict[Tensor, dict[str, Any]] = {}
         for param, saved_id in ids.items():
-            state = state_dict["state"].get(saved_id)
-            if state is not None:
-                self.states[param] = state
+            if saved_id in state_dict["state"]:
+                self.states[param] = state_dict["state"][saved_id]
 
     def check_hyper_parameters(self, groups: list[dict[str, Any]]) -> None:
         """Check that every group finds its values.
@@ -128,48 +122,74 @@ class Checkpoint:
                     "parameters; group the parameters as they were saved"
                 )
 
-    def values(self, member: Member, counts_steps: bool) -> LoadedState:
-        """Return the state of a member.
+    def check_states(self, layout: Layout) -> None:
+        """Check keys, types and shapes of all states; communicates nothing.
 
         Raises:
-            ValueError: keys or shapes differ from the member's.
-            RuntimeError: the parameter is on the meta device.
+            RuntimeError, TypeError, ValueError: as `check_state`.
         """
-        state = self.states.get(member.param)
-        if state is None:
-            return LoadedState()
-        if member.param.is_meta:
-            raise RuntimeError(
-                f"{member.fqn} is on the meta device; call module.to_empty(device=...) before its "
-                "state is loaded"
-            )
-        expected = {*member.views, *(["step"] if counts_steps else [])}
-        if set(state) != expected:
-            raise ValueError(
-                f"{member.fqn}: expected state {sorted(expected)}, got {sorted(state)}; "
-                "the checkpoint was written by another algorithm, or in another precision: for "
-                f"that {CURE}"
-            )
-        for key in member.packed_keys():
-            if getattr(state[key], "dtype", None) != member.views[key].dtype:
+        for member in layout.members:
+            if member.param in self.states:
+                counts = layout.counting[member.number]
+                check_state(self.states[member.param], member, counts_steps=counts)
+
+    def read_states(
+        self, layout: Layout, algorithm_of: Callable[[Member], Algorithm]
+    ) -> list[LoadedState]:
+        """Return the state of every member, its numbers checked.
+
+        Raises:
+            ValueError: a number cannot be one of a state.
+            NotImplementedError: a DTensor on another mesh.
+        """
+        values = [
+            read_state(self.states[m.param], m, counts_steps=layout.counting[m.number])
+            if m.param in self.states
+            else LoadedState()
+            for m in layout.members
+        ]
+        nonnegative = [algorithm_of(member).nonnegative for member in layout.members]
+        check_numbers(list(zip(layout.members, values, strict=True)), nonnegative)
+        return values
+
+
+def _hyper_parameters(
+    where: str, group: dict[str, Any], source: dict[str, Any], algorithm: Algorithm
+) -> dict[str, Any]:
+    """Return what to write into a group, which then is one that the constructor takes."""
+    fixed = {*_EXECUTION_KEYS, *PRECISION_KEYS, *algorithm.structural_keys, "algorithm"}
+    loaded = {k: plain_value(deepcopy(v)) for k, v in source.items() if k not in fixed}
+    for key, value in loaded.items():
+        if key in group and not _differs(value, group[key]):
+            continue
+        for number in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(number, Tensor) and (number.numel() != 1 or number.is_meta):
                 raise ValueError(
-                    f"{member.fqn}.{key}: expected {member.views[key].dtype}, got "
-                    f"{getattr(state[key], 'dtype', state[key])!r}"
+                    f"{where}: {key}: expected a tensor of 1 element with a value, got "
+                    f"{tuple(number.shape)} on {number.device}"
                 )
-        return LoadedState(
-            {key: member.values(state[key], key) for key in member.views},
-            float(state["step"]) if counts_steps else 0.0,
-        )
+            if isinstance(number, int | float | Tensor) and not _is_finite(number):
+                raise ValueError(f"{where}: {key}: expected finite numbers, got {value!r}")
+    check_schedule(loaded, where)
+    algorithm.check_group({**group, **loaded}, where)
+    return loaded
+
+
+def _is_finite(number: float | Tensor) -> bool:
+    try:
+        return math.isfinite(number)
+    except OverflowError:  # of an integer beyond all floats
+        return False
 
 
 def _with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of a saved group, with dtypes for the text that `state_dict` makes of them."""
-    return {
-        key: getattr(torch, value.removeprefix("torch."))
-        if isinstance(value, str) and value.startswith("torch.")
-        else value
-        for key, value in group.items()
-    }
+    return {key: _dtype(value) if isinstance(value, str) else value for key, value in group.items()}
+
+
+def _dtype(text: str) -> Any:
+    named = getattr(torch, text.removeprefix("torch."), None)
+    return named if text.startswith("torch.") and isinstance(named, torch.dtype) else text
 
 
 def _match_by_position(
@@ -231,7 +251,7 @@ def _check_structural(
 ) -> None:
     for key in keys:
         # A checkpoint of torch's own optimizers has no key that torch does not know.
-        if key in source and _comparable(source[key]) != _comparable(group[key]):
+        if key in source and _differs(source[key], group[key]):
             raise ValueError(
                 f"{where}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
                 "build the optimizer with the saved value"
@@ -240,10 +260,10 @@ def _check_structural(
 
 def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
     for key in PRECISION_KEYS:
-        if key in source and source[key] != group[key]:
+        if key in source and _differs(source[key], group[key]):
             _, fqn = next(named(group, f"param group {g}"), (None, f"param group {g}"))
             cure = CURE
-            if key == "states_format" and source[key] and group[key]:
+            if key == "states_format" and isinstance(source[key], str) and group[key]:
                 cure = _RESUME
             raise ValueError(
                 f"{fqn}: the checkpoint has {key}={source[key]!r}, the optimizer {group[key]!r}; "
@@ -253,7 +273,7 @@ def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> N
 
 def _check_convertible(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
     saved = source.get("states_format")
-    if saved not in (None, FORMAT, group["states_format"]):
+    if all(_differs(saved, known) for known in (None, FORMAT, group["states_format"])):
         _, fqn = next(named(group, f"param group {g}"))
         raise ValueError(
             f"{fqn}: the checkpoint has states_format={saved!r}, the optimizer "
@@ -261,6 +281,10 @@ def _check_convertible(g: int, group: dict[str, Any], source: dict[str, Any]) ->
         )
 
 
-def _comparable(value: Any) -> Any:
-    """Return tuples for lists, which some formats make of them."""
-    return tuple(_comparable(v) for v in value) if isinstance(value, list | tuple) else value
+def _differs(saved: Any, own: Any) -> bool:
+    """Return whether two values of an option differ; some formats make lists of tuples."""
+    if isinstance(saved, list | tuple) and isinstance(own, list | tuple):
+        pairs = zip(saved, own, strict=False)
+        return len(saved) != len(own) or any(_differs(a, b) for a, b in pairs)
+    kinds = (bool, int, float, str, torch.dtype, type(None))
+    return not isinstance(saved, kinds) or not isinstance(own, kinds) or saved != own

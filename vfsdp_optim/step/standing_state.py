@@ -120,7 +120,7 @@ def step_of(value: Any, fqn: str) -> float:
     """
     try:
         step = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         step = float("nan")
     if not 0.0 <= step < float("inf"):
         raise ValueError(f"{fqn}.step: expected a finite number >= 0, got {value!r}")
