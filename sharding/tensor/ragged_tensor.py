@@ -47,6 +47,12 @@ _CUTS_FULL_STATE = getattr(
     getattr(_state_dict_utils, "_distribute_tensors", None), "__code__", None
 )
 
+_NO_MEMORY = (
+    "a RaggedDTensor has no memory of its own, only a flat piece of each rank; use "
+    "x.full_tensor(), or to save a model get_model_state_dict(model, "
+    "options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+)
+
 _HANDLERS = {**LOCAL_OPS, **RANDOM_OPS, **REDUCTIONS}
 # The places of the arguments that an op writes.
 _WRITTEN = {
@@ -283,6 +289,18 @@ class RaggedDTensor(GradientHooks):
             "cannot assign to .data of a RaggedDTensor: its piece is a view of a flat buffer; "
             "use x.data.copy_(value)"
         )
+
+    def storage(self) -> Any:
+        """Raise: safetensors asks for it, and would write nothing or the wrong bytes."""
+        raise RuntimeError(f"storage(): {_NO_MEMORY}")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Raise: an array would be of this rank's piece only."""
+        raise RuntimeError(f"numpy(): {_NO_MEMORY}")
+
+    def tolist(self) -> Any:
+        """Raise: a list would be of this rank's piece only."""
+        raise RuntimeError(f"tolist(): {_NO_MEMORY}")
 
     def share_memory_(self) -> RaggedDTensor:
         """Moves the storage of the local piece to shared memory, in place."""

@@ -10,7 +10,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -198,6 +200,31 @@ def check_parameter() -> None:
     rebuilt = RaggedDTensor.__tensor_unflatten__(tensors, spec, shared.shape, shared.stride())
     assert type(rebuilt) is RaggedDTensor
     assert rebuilt.full_tensor().equal(full)
+
+
+def check_exports() -> None:
+    x = parameter(random((4, 3)), (5, 7))
+    net = nn.ParameterDict({"x": x})
+    exports = [
+        lambda: safetensors.torch.save({"x": x.detach()}),
+        lambda: safetensors.torch.save({"x": x.detach().cpu().clone()}),
+        lambda: safetensors.torch.save_model(net, "never written"),
+        lambda: x.detach().numpy(),
+        lambda: x.detach().numpy(force=True),
+        lambda: np.asarray(x.detach()),
+        lambda: x.tolist(),
+    ]
+    for export in exports:
+        with pytest.raises(
+            RuntimeError, match=r"no memory of its own.*full_tensor\(\), or to save"
+        ):
+            export()
+    assert x.full_tensor().tolist() == random((4, 3)).tolist()
+
+
+def test_export_of_a_sharded_tensor_names_what_to_export() -> None:
+    """accelerate#3487, transformers#36434: safetensors failed on storages, or wrote pieces."""
+    run_ranks(check_exports, 2)
 
 
 def test_parameter_keeps_its_class_and_its_piece() -> None:
