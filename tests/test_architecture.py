@@ -58,6 +58,7 @@ ORDER = {
         "originals",
         "reduction",
         "containers",
+        "kept_tensors",
         "bucket",
         "module_tree",
         "root",

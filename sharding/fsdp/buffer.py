@@ -229,8 +229,18 @@ class DistributedBuffer:
         return self.unsharded
 
     def free_unsharded(self) -> None:
-        """Frees the memory of `unsharded`; the Storage object stays."""
-        self.unsharded.untyped_storage().resize_(0)
+        """Frees the memory of `unsharded`; the Storage object stays.
+
+        Raises:
+            RuntimeError: The memory is shared with numpy or another process; names the parameters.
+        """
+        storage = self.unsharded.untyped_storage()
+        if not storage.resizable():
+            raise RuntimeError(
+                f"the gathered memory of {[tensor.fqn for tensor in self.plan.tensors]} cannot be "
+                f"freed, as numpy() or share_memory_() shares it; share a copy, x.detach().clone()"
+            )
+        storage.resize_(0)
 
     # -- gradients ----------------------------------------------------------------------------
 

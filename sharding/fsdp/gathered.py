@@ -49,6 +49,26 @@ def _metadata() -> frozenset[Callable[..., Any]]:
 _METADATA = _metadata()
 
 
+class GatheredParameter(nn.Parameter):
+    """What a parameter is while it is gathered; `.data` is its memory, as torch's.
+
+    torch counts no in-place changes of `.data`: whoever took it is taken to have written it.
+    """
+
+    data_taken = False
+
+    @property
+    def data(self) -> Tensor:
+        """The memory, without autograd."""
+        self.data_taken = True
+        return super().data
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        with torch.no_grad():
+            self.copy_(value)
+
+
 class FreedParameter(nn.Parameter):
     """What a gathered parameter is while its memory is freed: no operation reads it unnoticed."""
 
@@ -99,7 +119,8 @@ class GatheredForms:
     def open(self) -> None:
         """Make parameters of what was freed; their values have arrived."""
         for parameter in self._parameters:
-            parameter.unsharded.__class__ = nn.Parameter
+            parameter.unsharded.__class__ = GatheredParameter
+            cast(GatheredParameter, parameter.unsharded).data_taken = False
         self._forms = [parameter.unsharded._version for parameter in self._parameters]
 
     def close(self) -> None:
@@ -119,7 +140,8 @@ class GatheredForms:
         """
         found = []
         for i, parameter in enumerate(self._parameters):
-            if parameter.unsharded._version == self._forms[i]:
+            form = cast(GatheredParameter, parameter.unsharded)
+            if form._version == self._forms[i] and not form.data_taken:
                 continue
             if parameter.sharded._version != self._sources[i][0]:
                 raise RuntimeError(

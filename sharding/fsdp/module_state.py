@@ -13,19 +13,28 @@ frees nothing: the backward of its graph needs the weights before any hook of a 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from sharding.checkpoint.load_checks import LoadCheck
 from sharding.fsdp.asked_by_torch import AskedByTorch, register
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
+from sharding.fsdp.kept_tensors import KeptTensors
 from sharding.fsdp.root import RootContext
 from sharding.fsdp.transforms import in_transform, value_below
 from sharding.planning.structure import DeclaresStructure
+
+
+class _Call:
+    """One forward of the modules of a call, which backward enters and leaves."""
+
+    __slots__ = ()
 
 
 class _InputGradients(torch.autograd.Function):
@@ -73,10 +82,12 @@ class ModuleState(AskedByTorch):
         self.context: RootContext | None = None
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
-        self.in_backward = False
         self.is_last_backward = True
+        self._call = _Call()  # the last one that began
+        self._open: set[_Call] = set()  # that this backward has entered and not left
+        self._kept: KeptTensors | None = None
+        self._announced = WeakTensorKeyDictionary()  # of what modules keep
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
-        self._parts: list[nn.Module] = []  # the modules of this call, and those below them
         self.open_calls = 0  # forwards that have begun and not returned, one inside the other
         self._calls = 0  # whose inputs still get their gradients in this backward
         for module in modules:
@@ -148,13 +159,20 @@ class ModuleState(AskedByTorch):
         """Becomes one of the states of a root."""
         self.context = context
         context.states.append(self)
-        self._parts = [part for module in self.modules for part in _parts(module)]
+        below = [part for module in self.modules for part in _parts(module)]
+        below = [part for part in below if part not in self.modules]
+        self._kept = KeptTensors(self.modules, below, self._announce_kept)
         if self.bucket is not None:
             self.bucket.name = self.bucket.slots.name = name
             self.bucket.set_workspace(context.workspace)
             # The graph of a backward may reach parameters before any module's hook.
             self.bucket.grad_arrived = context.begin_backward
             self.bucket.gather_order = context.gather_order
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward has entered a call of this module and not left it."""
+        return bool(self._open)
 
     # -- forward --------------------------------------------------------------------------------
 
@@ -178,6 +196,9 @@ class ModuleState(AskedByTorch):
         is_first = not self._running
         if is_first:
             self._running = set(self.modules)
+            self._call = _Call()
+            if self._kept is not None:
+                self._kept.watch_hooked()
         self.bucket.unshard()
         if not recompute:  # the next gather is posted before this one is waited for
             context.entered(self.bucket)
@@ -247,7 +268,8 @@ class ModuleState(AskedByTorch):
             self._calls += 1
         if not tensors or in_transform():
             return args, kwargs
-        watched = iter(_InputGradients.apply(self._after_backward, *tensors))
+        done = partial(self._after_backward, self._call)
+        watched = iter(_InputGradients.apply(done, *tensors))
         return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
 
     def _watch_outputs(self, output: Any) -> bool:
@@ -272,31 +294,29 @@ class ModuleState(AskedByTorch):
             if tensor.is_leaf:
                 return False
             self._announce(tensor)
-        for tensor in self._kept_tensors():
-            self._announce(tensor)
+        if self._kept is not None:
+            for tensor in self._kept.in_attributes():
+                self._announce_kept(tensor)
         return bool(trained) or all(isinstance(leaf, (Tensor, *PLAIN)) for leaf in parts)
 
+    def _announce_kept(self, tensor: Tensor) -> None:
+        if tensor not in self._announced:  # else it is of an earlier forward
+            self._announced[tensor] = None
+            self._announce(tensor)
+
     def _announce(self, tensor: Tensor) -> None:
-        tensor.register_hook(self._before_backward)
+        """Has the weights gathered before the gradient of a tensor goes on through the unit."""
+        tensor.register_hook(partial(self._before_backward, self._call))
         # An in-place change of a view takes the hook out of the graph, but not its base's node.
         if tensor._base is not None and tensor._base.grad_fn is not None:
-            tensor._base.grad_fn.register_prehook(self._before_base)
-
-    def _kept_tensors(self) -> list[Tensor]:
-        """What the modules keep of their forward, such as the input of an auxiliary loss."""
-        return [
-            value
-            for module in self._parts
-            for value in module.__dict__.values()
-            if isinstance(value, Tensor) and value.grad_fn is not None
-        ]
+            tensor._base.grad_fn.register_prehook(partial(self._before_base, self._call))
 
     @torch._dynamo.disable
-    def _before_backward(self, grad: Tensor) -> Tensor:
+    def _before_backward(self, call: _Call, grad: Tensor) -> Tensor:
         context = self.lazy_init()
         context.begin_backward()
         context.creates_graph |= torch.is_grad_enabled()
-        self.in_backward = True
+        self._open.add(call)
         if self.bucket is not None:
             if not self.is_last_backward:
                 self._check_weights_are_reached(self.bucket)
@@ -308,8 +328,8 @@ class ModuleState(AskedByTorch):
             self.bucket.wait_for_unshard()
         return grad
 
-    def _before_base(self, grads: tuple[Tensor, ...]) -> None:
-        self._before_backward(grads[0])
+    def _before_base(self, call: _Call, grads: tuple[Tensor, ...]) -> None:
+        self._before_backward(call, grads[0])
 
     def _check_weights_are_reached(self, bucket: Bucket) -> None:
         """Refuses a backward of a pipeline whose second half would miss the weights.
@@ -340,23 +360,22 @@ class ModuleState(AskedByTorch):
             self.bucket.slots.unstage()
             self.bucket.reshard()
 
-    def _after_backward(self) -> None:
+    def _after_backward(self, call: _Call) -> None:
         """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
         self._calls -= 1
-        if self._calls > 0:
-            return
-        self.in_backward = False
+        self._open.discard(call)
         if self.bucket is None:
             return
         self.bucket.check_is_gathered()
         context = self.lazy_init()
         if self._may_free(self.bucket):
             self.bucket.reshard()
-        context.left_backward(self.bucket)
+        if self._calls <= 0:
+            context.left_backward(self.bucket)
 
     def _may_free(self, bucket: Bucket) -> bool:
         """Whether nothing needs the weights of a bucket that backward has left."""
-        kept = self.open_calls or self.lazy_init().keeps_weights
+        kept = self._open or self.open_calls or self.lazy_init().keeps_weights
         return bucket.reshard_after_backward and not kept
 
     def reduce_waiting_gradients(self) -> None:
@@ -368,7 +387,7 @@ class ModuleState(AskedByTorch):
 
     def end_backward(self) -> None:
         """Forgets which calls of this backward are still open."""
-        self.in_backward = False
+        self._open.clear()
         self._calls = 0
 
 

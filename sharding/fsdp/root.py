@@ -46,8 +46,12 @@ class State(Protocol):
     bucket: Bucket | None
     optimizer: DeclaresStructure | None
     ignored: Collection[nn.Parameter]
-    in_backward: bool
     open_calls: int
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether backward has entered a call of its module and not left it."""
+        ...
 
     def begin_forward(self) -> None:
         """Forgets modules that were still to run in the last forward."""
