@@ -35,9 +35,12 @@ def uses_of(model: nn.Module) -> list[Use]:
     named = list(model.named_parameters())
     names = plain_names([name for name, _ in named])
     uses = {id(p): Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
-    for path, module in model.named_modules():
-        for name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            uses[id(param)].modules.append((plain_names([path])[0], name, module))
+    modules = dict(model.named_modules())
+    # Asked of the model: modules below may hold the gathered forms of what it has.
+    for path, param in model.named_parameters(remove_duplicate=False):
+        holder, _, name = path.rpartition(".")
+        if holder in modules:  # else another path to a module that is there already
+            uses[id(param)].modules.append((plain_names([holder])[0], name, modules[holder]))
     return list(uses.values())
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from sharding.fsdp.containers import leaves
+from sharding.fsdp.transforms import in_transform
 
 # What every module has, before the attributes that its class adds.
 _COMMON = frozenset(vars(nn.Module()))
@@ -56,7 +57,7 @@ class KeptTensors:
 
     @torch._dynamo.disable
     def _after_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not in_transform():  # then the weights stay gathered
             for tensor in leaves(output):
                 if isinstance(tensor, Tensor) and tensor.grad_fn is not None:
                     self._found(tensor)

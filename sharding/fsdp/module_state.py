@@ -189,11 +189,11 @@ class ModuleState(AskedByTorch):
                 context.begin_forward()
             elif self.bucket is not None and not self._running:
                 context.begin_call(self.bucket)
+        is_first = not (self.open_calls or self._running)
         self.open_calls += 1
         args, kwargs = self._cast_inputs(args, kwargs)
         if self.bucket is None:
             return args, kwargs
-        is_first = not self._running
         if is_first:
             self._running = set(self.modules)
             self._call = _Call()

@@ -1,0 +1,498 @@
+"""Gathered weights: there when backward reads them, kept while they are right, never lost."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+from lifecycle import WIDTH, Case, Layer, train
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+import vfsdp_optim
+from ranks import RankError, collectives, run_ranks
+from sharding import MixedPrecisionPolicy, fully_shard
+from sharding.fsdp.bucket import ShardedState
+from sharding.fsdp.module_state import state_of
+
+Trained = tuple[list[float], dict[str, Tensor]]
+
+
+class ReturnsView(Layer):
+    """A layer that returns a view of what it computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unsqueeze(1).squeeze(1)
+
+
+class ViewChangedInPlace(Case):
+    """The caller changes a returned view: its hook is not in the graph (pytorch#181832, #181850).
+
+    One layer only, so that the next one has prefetched its weights when backward gets there.
+    """
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(Layer(), ReturnsView(), Layer())
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        y = model[1](model[0](x))
+        y += x
+        y[:, :3].mul_(2.0)
+        loss = model[2](y).square().mean()
+        loss.backward()
+        return loss
+
+
+class Keeps(Layer):
+    """A layer that keeps what is inside of it, for the losses of `KeptTensor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(23))
+        self.listed: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.inner(x) * self.scale)
+        self.listed, self.named = [self.kept * 2], {"kept": self.kept * self.scale}
+        return x + self.outer(self.kept)
+
+
+class KeptTensor(Case):
+    """Losses of what a layer kept, with and without its output (pytorch#173709, #174829)."""
+
+    frozen = False
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(Layer(), Keeps(), Layer())
+        model[1].requires_grad_(not self.frozen)
+        self.features: list[Tensor] = []
+        model[1].inner.register_forward_hook(lambda _, args, output: self.features.append(output))
+        return model
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        y, keeps = model(x), model[1]
+        losses = [keeps.kept, keeps.listed[-1], keeps.named["kept"], self.features[-1]]
+        total = torch.zeros(())
+        for i, kept in enumerate(losses):  # one after another, each over the same graph
+            loss = kept.square().mean() + (y.square().mean() if i % 2 == step % 2 else 0.0)
+            loss.backward(retain_graph=i < len(losses) - 1)
+            total = total + loss.detach()
+        return total
+
+
+class KeptByFrozen(KeptTensor):
+    """The same of a frozen layer, whose weights get no gradient that would tell (timm#2766)."""
+
+    frozen = True
+
+
+class CallsItself(Layer):
+    """A layer with a method that calls it again, one call inside of the other."""
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(torch.tanh(self(x)))) + self(x * 0.5)
+
+
+class Nested(nn.Module):
+    """Two such layers, in a model with such a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = CallsItself(), CallsItself(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b.twice(self.a.twice(x))
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.out(self(x))
+
+
+class CallInCall(Case):
+    """Registered methods that call their module again: the memory is there (pytorch#125394)."""
+
+    def build(self) -> nn.Module:
+        return Nested()
+
+    def shard(self, model: nn.Module) -> None:
+        for layer in (model.a, model.b):
+            fully_shard(layer, reshard_after_forward=True)
+            register_fsdp_forward_method(layer, "twice")
+        fully_shard(model, reshard_after_forward=True)
+        register_fsdp_forward_method(model, "whole")
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        loss = model.whole(x).square().mean()
+        loss.backward()
+        return loss
+
+
+class Energy(nn.Module):
+    """Forces as gradients of an energy, inside of forward, and layers of the root after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Layer(), Layer())
+        self.scale, self.after = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, create_graph: bool) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(
+                self.blocks(x).square().sum(), x, create_graph=create_graph
+            )
+        return self.after(force * self.scale)
+
+
+class Forces(Case):
+    """The root's weights stay while its forward runs (torchebm#246, agedi#87)."""
+
+    def build(self) -> nn.Module:
+        return Energy()
+
+    def shard(self, model: nn.Module) -> None:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        with torch.no_grad():
+            evaluated = model(x, False).square().mean()
+        loss = model(x, True).square().mean()
+        loss.backward()
+        return loss + evaluated
+
+
+class WritesInForward(nn.Module):
+    """A code book that forward averages into, and weights that it clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.clipped = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.book.mul_(0.9).add_(0.1)
+            self.clipped.weight.data.clamp_(-0.2, 0.2)
+        return self.clipped(x + self.book)
+
+
+class WrittenInForward(Case):
+    """What forward writes into weights is there after it (pytorch#137129, #129229)."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(WritesInForward(), Layer(), WritesInForward())
+
+
+CASES = {
+    case.__name__: case
+    for case in (
+        ViewChangedInPlace,
+        KeptTensor,
+        KeptByFrozen,
+        CallInCall,
+        Forces,
+        WrittenInForward,
+    )
+}
+
+
+def train_all() -> dict[str, Trained]:
+    return {name: train(case()) for name, case in CASES.items()}
+
+
+@cache
+def on_ranks_trained(world_size: int) -> list[dict[str, Trained]]:
+    return run_ranks(train_all, world_size)
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("name", CASES)
+def test_use_of_gathered_weights_equals_one_process(name: str, world_size: int) -> None:
+    expected_losses, expected_weights = train(CASES[name]())
+    for trained in on_ranks_trained(world_size):
+        losses, weights = trained[name]
+        # fp32 sums in another order, carried through a few steps of SGD.
+        assert losses == pytest.approx(expected_losses, abs=1e-5, rel=1e-5)
+        for key, weight in weights.items():
+            torch.testing.assert_close(weight, expected_weights[key], atol=1e-5, rtol=1e-5)
+
+
+# -- how long they are there ----------------------------------------------------------------------
+
+
+def most_gathered_in_backward() -> list[int]:
+    model = nn.Sequential(*(Layer() for _ in range(5)))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    buckets = [state_of(layer).bucket for layer in model]
+    counts: list[int] = []
+
+    def count(grad: Tensor) -> None:
+        counts.append(sum(bucket.state is not ShardedState.SHARDED for bucket in buckets))
+
+    def forward(x: Tensor) -> Tensor:
+        for layer in model:
+            x = layer(x)
+            x.register_hook(count)
+        return x
+
+    most = []
+    for calls in (1, 2):
+        counts.clear()
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        model(x)  # makes the model the root, and says the order
+        outputs = [forward(x * (i + 1)) for i in range(calls)]
+        for output in outputs:
+            output.square().mean().backward()
+        assert len(counts) == calls * len(buckets)
+        most.append(max(counts))
+    return most
+
+
+def test_backward_frees_weights_as_it_leaves_modules_with_forwards_to_come() -> None:
+    """Of five layers, the one at hand, the one it left and the one on its way are gathered."""
+    for most in run_ranks(most_gathered_in_backward, 2):
+        assert max(most) <= 3
+
+
+def gathers_without_grad() -> dict[str, list[int]]:
+    found = {}
+    for how in ("default", "reshard_after_forward", "by hand"):
+        model = nn.Sequential(Layer(), Layer(), Layer())
+        for layer in model:
+            fully_shard(layer, reshard_after_forward=None if how == "default" else False)
+        fully_shard(model, reshard_after_forward=None if how == "default" else False)
+        x = torch.ones(2, WIDTH)
+        with torch.no_grad():
+            model(x)
+            if how == "by hand":
+                for layer in model:
+                    layer.reshard()
+                    layer.unshard()
+            found[how] = [len(collectives(lambda: model(x))) for _ in range(3)]  # noqa: B023
+        with torch.inference_mode():
+            found[how].append(len(collectives(lambda: model(x))))  # noqa: B023
+    return found
+
+
+def test_kept_weights_are_not_gathered_again_without_grad() -> None:
+    """pytorch#149029, torchtune#2483, prime-rl#2515."""
+    for found in run_ranks(gathers_without_grad, 2):
+        assert found == {
+            "default": [3, 3, 3, 3],
+            "reshard_after_forward": [0, 0, 0, 0],
+            "by hand": [0, 0, 0, 0],
+        }
+
+
+def _writes(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
+    """Ways to change sharded weights, by name."""
+    parameters = list(model.parameters())
+
+    def step(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
+        def run() -> None:
+            for parameter in parameters:
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return run
+
+    for foreach in (False, True):
+        yield f"AdamW foreach={foreach}", step(torch.optim.AdamW(parameters, 0.1, foreach=foreach))
+    yield "AdamW fused", step(torch.optim.AdamW(parameters, 0.1, fused=True))
+    for states in ("32bit", "8bit"):
+        groups = vfsdp_optim.param_groups(model, adamw=dict(lr=0.1))
+        yield f"Muon {states}", step(vfsdp_optim.Muon(groups, lr=0.1, states=states))
+        yield f"our AdamW {states}", step(vfsdp_optim.AdamW(parameters, lr=0.1, states=states))
+
+    def each(write: Callable[[Tensor], object]) -> Callable[[], None]:
+        def run() -> None:
+            with torch.no_grad():
+                for parameter in parameters:
+                    write(parameter)
+
+        return run
+
+    yield "mul_", each(lambda p: p.mul_(1.5))
+    yield ".data", each(lambda p: p.data.mul_(1.5))
+    yield "detach", each(lambda p: p.detach().mul_(1.5))
+    yield "to_local", each(lambda p: p.to_local().mul_(1.5))
+    yield "foreach", lambda: torch._foreach_mul_([p.data for p in parameters], 1.5)
+    full = {name: p.full_tensor() * 1.5 for name, p in model.named_parameters()}
+    yield "load_state_dict", lambda: model.load_state_dict(full)
+
+
+def outputs_after_writes() -> dict[str, float]:
+    """How far a model that keeps its weights gathered is from the function of its full weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3, bias=False))
+    plain = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3, bias=False))
+    fully_shard(model[0], reshard_after_forward=False)
+    fully_shard(model, reshard_after_forward=False)
+    x, found = torch.ones(2, 40), {}
+    for name, write in _writes(model):
+        with torch.no_grad():
+            before = model(x)
+            write()
+            plain.load_state_dict({k: p.full_tensor() for k, p in model.named_parameters()})
+            after = model(x)
+            unchanged = torch.equal(before, after)
+            found[name] = float("inf") if unchanged else float((after - plain(x)).abs().max())
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_kept_weights_are_gathered_again_after_every_way_to_write(world_size: int) -> None:
+    """Also where a rank holds none of a parameter: ranks that gather alone would wait."""
+    for found in run_ranks(outputs_after_writes, world_size):
+        assert len(found) == 13
+        assert {name: error for name, error in found.items() if error > 1e-5} == {}
+
+
+# -- what is written into them --------------------------------------------------------------------
+
+
+def written_by_hand(policy: MixedPrecisionPolicy) -> list[bool]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(5)))
+    fully_shard(model, mp_policy=policy)
+    before = [p.full_tensor().detach().clone() for p in model.parameters()]
+    model.unshard()
+    with torch.no_grad():
+        model[0].weight.fill_(0.5)
+        model[1].weight.data[3] = 7.0
+        nn.init.zeros_(model[2].weight)
+        model[3].weight.data = torch.full((8, 8), 0.25)
+    model.reshard()
+    after = [p.full_tensor() for p in model.parameters()]
+    expected = [torch.full((8, 8), 0.5), before[1], torch.zeros(8, 8), torch.full((8, 8), 0.25)]
+    expected[1][3] = 7.0
+    expected.append(before[4])
+    return [torch.equal(a, b) for a, b in zip(after, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_writes_between_unshard_and_reshard_are_kept(dtype: torch.dtype | None) -> None:
+    """pytorch#137129; in low precision, what was not written keeps its fp32 values."""
+    for found in run_ranks(written_by_hand, 2, MixedPrecisionPolicy(param_dtype=dtype)):
+        assert found == [True] * 5
+
+
+def write_different_values() -> None:
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    model.unshard()
+    with torch.no_grad():
+        model.bias.fill_(float(dist.get_rank()))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", "1")
+        model.reshard()
+
+
+def test_debug_mode_says_where_ranks_wrote_different_values() -> None:
+    with pytest.raises(RankError, match="what was written into gathered '' differs between ranks"):
+        run_ranks(write_different_values, 2)
+
+
+# -- misuses --------------------------------------------------------------------------------------
+
+
+def message_of(function: Callable[[], object]) -> str:
+    with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+        function()
+    return str(caught.value)
+
+
+class Leaks(nn.Module):
+    """Gives a tensor to a list that no hook sees."""
+
+    def __init__(self, leaked: list[Tensor]) -> None:
+        super().__init__()
+        self.weight, self.leaked = nn.Parameter(torch.ones(WIDTH)), leaked.append
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.weight
+        self.leaked(y)
+        return y * 2
+
+
+def messages() -> dict[str, str]:
+    found: dict[str, str] = {}
+    leaked: list[Tensor] = []
+    model = nn.Sequential(Leaks(leaked), Layer())
+    fully_shard(model[0], reshard_after_forward=True)
+    fully_shard(model)
+    model(torch.ones(2, WIDTH))
+    found["unseen"] = message_of(leaked[-1].sum().backward)
+
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    model.unshard()
+    kept = model.weight
+    assert type(next(model.parameters())) is type(dict(model.named_parameters())["weight"])
+    assert all(hasattr(p, "placements") for p in model.parameters())
+    model.reshard()
+    assert (kept.shape, kept.dtype, kept.requires_grad) == (torch.Size([8, 8]), torch.float32, True)
+    assert repr(kept) == "FreedParameter('weight', shape=(8, 8))"
+    for name, use in {
+        "norm": lambda: kept.norm(),
+        "mul_": lambda: kept.detach().mul_(2.0),
+        "copy_": lambda: torch.empty(8, 8).copy_(kept),
+        "cat": lambda: torch.cat([kept, kept]),
+        "data": lambda: kept.data,
+    }.items():
+        assert message_of(use).startswith("weight was kept in its gathered form, whose memory"), (
+            name
+        )
+    found["kept"] = message_of(lambda: kept.sum())
+
+    model.unshard()
+    optimizer = torch.optim.SGD([model.weight], lr=0.1)
+    model.reshard()
+    found["optimizer"] = message_of(optimizer.step)
+
+    model.unshard()
+    sharded = dict(model.named_parameters())["bias"]
+    with torch.no_grad():
+        model.bias.fill_(1.0)
+        sharded.fill_(2.0)
+    found["both"] = message_of(model.reshard)
+
+    embedding = nn.Sequential(nn.Embedding(12, 8, max_norm=0.5))
+    found["max_norm"] = message_of(lambda: fully_shard(embedding))
+    assert type(embedding[0].weight) is nn.Parameter
+
+    model = nn.Linear(8, 8)
+    fully_shard(model)
+    model.unshard()
+    shared = model.weight.detach().numpy()
+    found["numpy"] = message_of(model.reshard)
+    del shared
+    return found
+
+
+def test_uses_that_would_be_wrong_are_refused_by_name() -> None:
+    """pytorch#195862, and what no hook sees of pytorch#173709."""
+    for found in run_ranks(messages, 2):
+        assert found == {
+            "unseen": "backward went through bucket '0' before the gradient of an output of its "
+            "module, without its weights; return what the loss uses from forward, or call "
+            "set_reshard_after_forward(False) on the module",
+            "kept": "weight was kept in its gathered form, whose memory was freed by a reshard, "
+            "and used in sum; take parameters from model.named_parameters() when they are needed, "
+            "or keep them gathered with set_reshard_after_forward(False)",
+            "optimizer": "SGD holds weight in its gathered form, which is freed after forward: a "
+            "step would train nothing; build the optimizer from model.parameters() of the module "
+            "that fully_shard was given",
+            "both": "bias was written in its gathered form and in its sharded one, and one would "
+            "be lost; call reshard() between the two",
+            "max_norm": "0.weight: Embedding(max_norm=0.5) rescales the rows that a rank looks up, "
+            "which differ between ranks, in its forward; build it without max_norm and rescale the "
+            "sharded parameter after each step",
+            "numpy": "the gathered memory of ['weight', 'bias'] cannot be freed, as numpy() or "
+            "share_memory_() shares it; share a copy, x.detach().clone()",
+        }
