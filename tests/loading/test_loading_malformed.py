@@ -5,13 +5,16 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import settings
 from torch import Tensor, nn
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vfsdp_optim
 from checkpoints import difference, local_state, plain, take_steps
@@ -341,3 +344,37 @@ def test_damage_is_named_with_parameter_or_group_and_key(edit, error, message):
     with pytest.raises(error) as raised:
         optimizer.load_state_dict(saved)
     assert str(raised.value) == message
+
+
+def load_in_part(path: Path, theirs: torch.optim.Optimizer, ours: torch.optim.Optimizer) -> None:
+    """A checkpoint of one optimizer into another, without what the file does not have."""
+    dcp.save({"optimizer": theirs.state_dict()}, checkpoint_id=path, no_dist=True)
+    state = {"optimizer": ours.state_dict()}
+    planner = DefaultLoadPlanner(allow_partial_load=True)
+    dcp.load(state, checkpoint_id=path, planner=planner, no_dist=True)
+    ours.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_8bit_moments_that_a_file_does_not_have_are_no_zeros_in_silence(tmp_path: Path) -> None:
+    """With allow_partial_load an 8-bit optimizer resumed with zero moments."""
+    net = Net()
+    theirs, ours = torch.optim.AdamW([net.wide]), vfsdp_optim.AdamW([net.wide], states="8bit")
+    net.wide.grad = torch.ones_like(net.wide)
+    theirs.step()
+    with pytest.raises(ValueError, match=r"step is 1, and .*exp_avg.absmax.* are the zeros"):
+        load_in_part(tmp_path, theirs, ours)
+    ours.load_state_dict(ours.convert_state_dict(theirs.state_dict()))
+    ours.load_state_dict(ours.state_dict())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+def test_8bit_momentum_that_a_file_does_not_have_is_warned_of(tmp_path: Path) -> None:
+    net = Net()
+    theirs = torch.optim.Muon([net.wide, net.w])
+    ours = vfsdp_optim.Muon([("wide", net.wide), ("w", net.w)], states="8bit")
+    net.wide.grad, net.w.grad = torch.ones_like(net.wide), torch.ones_like(net.w)
+    theirs.step()
+    with pytest.warns(UserWarning, match=r"the state of \['wide'\] is the zeros of a new"):
+        load_in_part(tmp_path, theirs, ours)
+    assert bool(ours.state[net.w]["momentum_buffer"].any())

@@ -16,6 +16,7 @@ from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bit
 from vfsdp_optim.checkpoint.values import (
     CURE,
     LoadedState,
+    check_not_left_out,
     check_numbers,
     check_state,
     read_state,
@@ -149,6 +150,7 @@ class Checkpoint:
             for m in layout.members
         ]
         nonnegative = [algorithm_of(member).nonnegative for member in layout.members]
+        check_not_left_out(layout, self.states, values)
         check_numbers(list(zip(layout.members, values, strict=True)), nonnegative)
         return values
 

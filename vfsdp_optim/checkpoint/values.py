@@ -4,6 +4,7 @@ Reads tensors; communicates where a saved tensor has another layout than its par
 on errors.
 """
 
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from sharding.transport.backends import is_fake
 from vfsdp_optim.parameters.param_shard import Ranks
+from vfsdp_optim.states.formats import CODES
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.standing_state import step_of
+from vfsdp_optim.step.working_set import Layout
 
 # What to do about a checkpoint in another precision.
 CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
@@ -111,6 +114,46 @@ def check_numbers(
                 what, above = names[i]
                 kind = "finite numbers >= 0" if above else "finite numbers"
                 raise ValueError(f"{what}: expected {kind}, got others; the checkpoint is damaged")
+
+
+def check_not_left_out(
+    layout: Layout, states: Mapping[Tensor, Mapping[str, Any]], values: Sequence[LoadedState]
+) -> None:
+    """Refuse, beside what was loaded, zeros that this optimizer made and nobody wrote to since.
+
+    torch.distributed.checkpoint loads into the tensors of a `state_dict()`, and leaves those alone
+    that its files do not have (`allow_partial_load`).
+
+    Raises:
+        ValueError: a parameter has taken steps, and its moments were never written.
+    """
+    left_out: list[str] = []
+    for number, versions in layout.untouched.items():
+        member, value = layout.members[number], values[number]
+        keys = [
+            key
+            for key, part in member.parts().items()
+            if part.numel()
+            and key in value.states
+            and value.states[key].data_ptr() == part.data_ptr()
+            and versions.get(key) == part._version
+            and (key.endswith(CODES) or not bool(part.any()))
+        ]
+        if keys and value.step > 0:
+            raise ValueError(
+                f"{member.fqn}: step is {value.step:g}, and {keys} are the zeros of a new "
+                "optimizer: the checkpoint has none and was loaded in part (allow_partial_load). "
+                "Load it with an optimizer of the precision that wrote it, and convert its state: "
+                "optimizer.load_state_dict(optimizer.convert_state_dict(other.state_dict()))"
+            )
+        if keys and member.packed_keys():
+            left_out.append(member.fqn)
+    if left_out and len(left_out) < sum(1 for value in values if value.states):
+        warnings.warn(
+            f"the state of {left_out} is the zeros of a new optimizer: the checkpoint, loaded in "
+            "part (allow_partial_load), has none of it, or has it in another precision",
+            stacklevel=4,
+        )
 
 
 def recast(

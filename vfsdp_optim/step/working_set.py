@@ -1,7 +1,7 @@
 """The parameters of an optimizer as a step finds them, with their state. Touches local tensors."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class Layout:
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
         key: what the layout depends on besides memory addresses.
+        untouched: by number of a member whose zero state was made here, the version of each part
+            then: torch counts what is written to it.
         matrices: the matrix part; None until the first step, because its slots take memory.
     """
 
@@ -50,6 +52,7 @@ class Layout:
     peers: list[Ranks]
     standing: Standing
     key: object = None
+    untouched: dict[int, dict[str, int]] = field(default_factory=dict)
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
 
 
@@ -100,9 +103,17 @@ def make_layout(
             _take_over(member, old, *counts)
             steps[member.number] = step_of(old.get("step", 0.0), member.fqn)
         made[member.param] = {**counts, **member.views}
+    untouched = {
+        member.number: {
+            key: part._version for key, part in member.parts().items() if not part.is_inference()
+        }
+        for member in members
+        if not standing(states, member.param, member.fqn)
+    }
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
     sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
-    return Layout(members, spans, steps, counting, sharded, peers, leave(states, made))
+    left = leave(states, made)
+    return Layout(members, spans, steps, counting, sharded, peers, left, untouched=untouched)
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
