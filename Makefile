@@ -4,7 +4,7 @@
 python := .venv/bin/python
 export PYTHON TORCH
 
-.PHONY: help setup train plan test deep check direction format lint types fmt bench benchplan clean
+.PHONY: help setup train plan test deep docs check direction format lint types fmt bench benchplan clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: setup ## the whole suite and the doctests
 
 deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)
+
+docs: setup ## write docs/fsdp2-calls.md anew from the test that makes it
+	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/surface/test_fsdp2_calls.py
 
 check: direction format lint types ## import direction, formatting, lint, types
 

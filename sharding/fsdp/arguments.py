@@ -49,8 +49,8 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
         containers = (nn.ModuleList, nn.ModuleDict)
         if isinstance(module, containers) and type(module).forward is nn.Module.forward:
             raise ValueError(
-                f"{name} has no forward for fully_shard to hook; call it on each module inside, "
-                f"or pass them as one list"
+                f"fully_shard does not support containers that do not implement forward, such as "
+                f"{name}; call it on each module inside, or pass them as one list"
             )
         if isinstance(module, (DistributedDataParallel, torch_fsdp.FullyShardedDataParallel)):
             raise ValueError(
@@ -71,6 +71,7 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 def check_options(
     reshard_after_forward: object,
     shard_placement_fn: object,
+    dp_mesh_dims: object,
     mp_policy: object,
     offload_policy: object,
     structure: object,
@@ -87,6 +88,11 @@ def check_options(
         raise NotImplementedError(
             "shard_placement_fn is not supported: layouts are planned; declare what a parameter "
             "needs with structure= or optimizer="
+        )
+    if dp_mesh_dims is not None:
+        raise NotImplementedError(
+            f"dp_mesh_dims={dp_mesh_dims!r} is not supported: parameters are plain tensors here, "
+            f"not DTensors of a larger mesh; pass its data-parallel dims as mesh="
         )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(f"{offload_policy!r} is not supported; use OffloadPolicy()")

@@ -57,6 +57,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),  # noqa: B008  (frozen)
     offload_policy: OffloadPolicy = OffloadPolicy(),  # noqa: B008  (as torch's signature)
     ignored_params: set[nn.Parameter] | None = None,
+    dp_mesh_dims: Any = None,
     optimizer: DeclaresStructure | None = None,
     structure: StructureFn | None = None,
     resident_padding: float = _RESIDENT_PADDING,
@@ -83,6 +84,7 @@ def fully_shard(
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Only the default.
         ignored_params: Parameters to leave as they are.
+        dp_mesh_dims: Not supported; pass the data-parallel dims of a mesh as `mesh`.
         optimizer: An optimizer built before sharding. What it declares shapes the layout, and its
             groups are edited in place to hold the sharded parameters.
         structure: `(fqn, parameter) -> Structure | None`, for structure that must hold in the
@@ -112,6 +114,7 @@ def fully_shard(
     check_options(
         reshard_after_forward,
         shard_placement_fn,
+        dp_mesh_dims,
         mp_policy,
         offload_policy,
         structure,
@@ -166,6 +169,10 @@ def fully_shard(
         attach_state(part, state)
         _become_fsdp(part)
     return module
+
+
+# As torch's: what a call attached to a module, or None.
+cast(Any, fully_shard).state = state_of
 
 
 def _spec(
@@ -435,7 +442,9 @@ class FSDPModule(torch_fsdp.FSDPModule):
     set_gradient_divide_factor = _unsupported(
         "set_gradient_divide_factor", "gradients are averaged; scale the loss instead"
     )
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
+    set_reduce_scatter_divide_factor = _unsupported(
+        "set_reduce_scatter_divide_factor", "gradients are averaged; scale the loss instead"
+    )
     set_force_sum_reduction_for_comms = _unsupported(
         "set_force_sum_reduction_for_comms", "gradients are averaged"
     )
