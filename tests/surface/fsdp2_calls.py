@@ -378,7 +378,12 @@ NAMES = (
         _forward_method,
     ),
     Call("UnshardHandle", "UnshardHandle", _unshard_async),
-    Call("share_comm_ctx", "share_comm_ctx([model])", _shared, "refused", error=AttributeError),
+    Call(
+        "share_comm_ctx",
+        "share_comm_ctx([model, other])",
+        _shared,
+        words="Changes nothing: there are no streams to share.",
+    ),
     Call(
         "state",
         "fully_shard.state(module)",

@@ -15,10 +15,12 @@ import torch.distributed.checkpoint.state_dict as dcp_state
 from fsdp2_calls import Call, Net, Scene, full, gradients, refused
 from torch import Tensor, nn
 from torch.distributed._composable import checkpoint as composable_checkpoint
+from torch.distributed._composable import replicate
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     apply_activation_checkpointing,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
@@ -198,6 +200,32 @@ def _tensor_parallel(scene: Scene) -> Any:
     return scene.trained(scene.fully_shard(net, mesh=mesh["data"]))
 
 
+def _penalised(scene: Scene) -> Any:
+    model = scene.model()
+    (scene.loss(model) + 0.1 * model.a.weight.square().sum()).backward()
+    return gradients(model)
+
+
+def _jacobian_product(scene: Scene) -> Any:
+    return list(torch.func.jvp(scene.model(), (scene.x,), (torch.ones_like(scene.x),)))
+
+
+def _replicated(scene: Scene) -> Any:
+    net = scene.net()
+    scene.fully_shard(net.a)
+    return scene.trained(replicate(net))
+
+
+def _pipelined(scene: Scene) -> Any:
+    """One stage a rank."""
+    rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2, 1), mesh_dim_names=("pp", "dp"))
+    stage = scene.fully_shard(scene.net(), mesh=mesh["dp"])
+    pipe = PipelineStage(stage, rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(pipe, n_microbatches=2, loss_fn=nn.functional.mse_loss)
+    schedule.step(*(() if rank else (scene.x,)), **({"target": scene.x} if rank else {}))
+    return gradients(stage)
+
+
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
@@ -311,6 +339,16 @@ CLIENTS = (
     Call("checkpoint", "apply_activation_checkpointing(...)", _wrapped),
     Call("checkpoint", "composable checkpoint(module)", _composable),
     Call("compile", "module.compile()", _compiled),
+    Call(
+        "penalty",
+        "loss + p.square().sum()",
+        _penalised,
+        "better",
+        "Reductions give plain tensors; torch refuses to add a DTensor to one.",
+    ),
+    Call("func", "torch.func.jvp(model, ...)", _jacobian_product),
+    Call("replicate", "composable replicate(model) around sharded modules", _replicated),
+    Call("pipelining", "PipelineStage, Schedule1F1B", _pipelined),
     refused("copy", "copy.deepcopy(model), pickle", _copied, "By torch, too."),
     Call(
         "tensor parallel",
