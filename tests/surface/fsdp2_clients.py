@@ -368,10 +368,12 @@ CLIENTS = (
     ),
     Call("state_dict", "get_model_state_dict, get_optimizer_state_dict", _get_whole),
     Call("state_dict", "set_optimizer_state_dict", _set_optimizer),
-    refused(
+    Call(
         "state_dict",
         "set_model_state_dict(full_state_dict=True)",
         partial(_set_whole, options=WHOLE),
+        "refused",
+        error=RuntimeError,
     ),
     refused(
         "state_dict",
@@ -383,8 +385,7 @@ CLIENTS = (
         "distribute_tensor(whole, p.device_mesh, p.placements)",
         _distributed,
         "refused",
-        "Use `load_full_state_dict`.",
-        RuntimeError,
+        error=RuntimeError,
     ),
     Call("dcp", "dcp.save, dcp.load", _saved),
 )
