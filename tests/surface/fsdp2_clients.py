@@ -210,6 +210,20 @@ def _jacobian_product(scene: Scene) -> Any:
     return list(torch.func.jvp(scene.model(), (scene.x,), (torch.ones_like(scene.x),)))
 
 
+def _functional(scene: Scene) -> Any:
+    model = scene.model()
+    with torch.no_grad():
+        others = {name: p.detach() * 2 for name, p in model.named_parameters()}
+        output = torch.func.functional_call(model, others, (scene.x,))
+    return [output, weights(model)]
+
+
+def _functional_whole(scene: Scene) -> Any:
+    model, others = scene.model(), {"b.bias": torch.ones(6, requires_grad=True)}
+    torch.func.functional_call(model, others, (scene.x,)).sum().backward()
+    return [weights(model), others["b.bias"].grad]
+
+
 def _replicated(scene: Scene) -> Any:
     net = scene.net()
     scene.fully_shard(net.a)
@@ -347,6 +361,14 @@ CLIENTS = (
         "Reductions give plain tensors; torch refuses to add a DTensor to one.",
     ),
     Call("func", "torch.func.jvp(model, ...)", _jacobian_product),
+    Call("func", "torch.func.functional_call(model, sharded, ...)", _functional),
+    Call(
+        "func",
+        "torch.func.functional_call(model, whole tensors, ...)",
+        _functional_whole,
+        "better",
+        "They are used, and get their gradients; torch raises.",
+    ),
     Call("replicate", "composable replicate(model) around sharded modules", _replicated),
     Call("pipelining", "PipelineStage, Schedule1F1B", _pipelined),
     refused("copy", "copy.deepcopy(model), pickle", _copied, "By torch, too."),
