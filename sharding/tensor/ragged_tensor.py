@@ -347,6 +347,16 @@ class RaggedDTensor(GradientHooks):
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]
         return boxes(*self.bounds, self.shape)
 
+    def __reduce_ex__(self, proto: object) -> Any:
+        """Pickle this rank's piece alone: `torch.save` keeps all that a view is a part of."""
+        local = self._local_tensor
+        shared = local.is_shared() and local.device.type == "cpu"  # by share_memory_()
+        if local.is_meta or shared or local.untyped_storage().nbytes() <= local.nbytes:
+            return super().__reduce_ex__(proto)
+        alone = RaggedDTensor(local.detach().clone(), self._spec, requires_grad=self.requires_grad)
+        alone.__dict__.update(self.__dict__)  # whether it is a Parameter, and what users put there
+        return alone.__reduce_ex__(proto)
+
     def __repr__(self) -> str:  # type: ignore[override]
         """The layout and this rank's piece; communicates nothing."""
         return (
