@@ -42,6 +42,11 @@ from sharding.planning.planner import SegmentPlan
 FLAG_ALIGN = 16  # slots stay 16-byte aligned in every dtype
 
 
+def slot_numel(plan: SegmentPlan) -> int:
+    """S + F, the elements of a rank's gradient slot of a segment; see [Note: buffer lifetimes]."""
+    return plan.shard_numel + -(-(len(plan.tensors) + 1) // FLAG_ALIGN) * FLAG_ALIGN
+
+
 @dataclass(frozen=True, slots=True)
 class SlotPiece:
     """Where a run of a tensor's elements lies in the (W, slot) gradient buffer."""
@@ -102,6 +107,11 @@ class Workspace:
             return self._free.pop(min(fitting)[1])
         return torch.empty(numel, dtype=dtype, device=device)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes of what is not borrowed."""
+        return sum(tensor.nbytes for tensor in self._free)
+
     def give_back(self, tensors: Sequence[Tensor]) -> None:
         """Makes borrowed tensors available again, and drops those that nobody asked for long."""
         self._free.extend(tensors)
@@ -128,8 +138,7 @@ class DistributedBuffer:
         self.reduce_dtype = reduce_dtype
         self.device = device
         count = len(plan.tensors)
-        self.flag_numel = -(-(count + 1) // FLAG_ALIGN) * FLAG_ALIGN
-        self.slot_numel = plan.shard_numel + self.flag_numel
+        self.slot_numel = slot_numel(plan)
         self.shard = torch.zeros(plan.shard_numel, dtype=dtype, device=device)  # (S,)
         self.shard_grad: Tensor | None = None  # (S + F,)
         self.unsharded = torch.empty(

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,6 +31,53 @@ from torch.distributed.device_mesh import DeviceMesh
 from sharding.fsdp.buffer import Workspace
 from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
+
+MOST_IN_FLIGHT = 2
+
+
+class Reducible(Protocol):
+    """What reduces its gradients: a `Bucket`, or a count of what one would take."""
+
+    def reduce_grads(self, order: int) -> None:
+        """Starts the reduction."""
+
+    def average_replicas(self) -> None:
+        """Goes on to the second step, if there is one and it has not begun."""
+
+    def wait_for_reduce(self) -> None:
+        """Completes the reduction and gives back what it borrowed."""
+
+
+class ReductionsInFlight:
+    """The reductions of a backward that are under way, oldest first.
+
+    Few at a time: before one more starts, the oldest is waited for, and its memory lent again. Of
+    the others the second step is posted then; see [Note: two steps of a reduction].
+    """
+
+    def __init__(self) -> None:
+        self._buckets: list[Reducible] = []
+
+    def start(self, bucket: Reducible, order: int) -> None:
+        """Starts the reduction of a bucket; `order` is what it writes into its slots."""
+        while len(self._buckets) >= MOST_IN_FLIGHT:
+            self._buckets.pop(0).wait_for_reduce()
+        bucket.reduce_grads(order)
+        for earlier in self._buckets:
+            earlier.average_replicas()
+        self._buckets.append(bucket)
+
+    def finish(self) -> None:
+        """Completes all of them."""
+        for bucket in self._buckets:
+            bucket.average_replicas()
+        for bucket in self._buckets:
+            bucket.wait_for_reduce()
+        self._buckets.clear()
+
+    def forget(self) -> None:
+        """Drops what an exception left."""
+        self._buckets.clear()
 
 
 @dataclass(slots=True)

@@ -31,12 +31,11 @@ from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace
 from sharding.fsdp.module_tree import ModuleTree
 from sharding.fsdp.originals import check_hooks
+from sharding.fsdp.reduction import ReductionsInFlight
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.agreement import check_same_on_all_ranks
 from sharding.transport.collectives import GatherOrder
-
-MAX_REDUCTIONS_IN_FLIGHT = 2
 
 
 class State(Protocol):
@@ -91,7 +90,7 @@ class RootContext:
         self._previous_order: list[Bucket] = []  # the same, of the iteration before
         self._unreduced: list[Bucket] = []  # ran forward under autograd since their last reduction
         self._to_reduce: list[Bucket] = []  # of this backward; see [Note: order of collectives]
-        self._in_flight: list[Bucket] = []
+        self._in_flight = ReductionsInFlight()
         self._left: set[Bucket] = set()  # whose modules this backward has been through
         self.gather_order = GatherOrder()
         self._order_before_backward = 0
@@ -277,23 +276,18 @@ class RootContext:
             self._start_reduction(self._to_reduce.pop(0))
 
     def _start_reduction(self, bucket: Bucket) -> None:
-        while len(self._in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-            self._in_flight.pop(0).wait_for_reduce()
-        bucket.reduce_grads(self._order_before_backward)
-        for earlier in self._in_flight:
-            earlier.average_replicas()
-        self._in_flight.append(bucket)
+        self._in_flight.start(bucket, self._order_before_backward)
 
     def _end_backward(self) -> None:
         """Reduces what is left, waits for everything, and leaves all buckets sharded."""
         while self._to_reduce:
             self._start_reduction(self._to_reduce.pop(0))
-        self._finish_reductions()
+        self._in_flight.finish()
         # Reentrant checkpointing walks several graphs: parts of a gradient may come after the turn.
         for bucket in self.buckets:
             if bucket.requires_gradient_sync and bucket.has_gradients:
                 self._start_reduction(bucket)
-        self._finish_reductions()
+        self._in_flight.finish()
         # What waits for replicas is reduced by a later backward, also one that does not run it.
         self._unreduced = [
             b for b in self._unreduced if not b.requires_gradient_sync or b.keeps_sums
@@ -308,19 +302,13 @@ class RootContext:
         self._has_graph = self.creates_graph
         self.creates_graph = False
 
-    def _finish_reductions(self) -> None:
-        for bucket in self._in_flight:
-            bucket.average_replicas()
-        for bucket in self._in_flight:
-            bucket.wait_for_reduce()
-        self._in_flight.clear()
-
     def reset(self) -> None:
         """Forgets an iteration that an exception ended; its gradients are lost.
 
         Raises nothing of its own; gathers and reductions in flight are waited for.
         """
-        self._in_flight, self._to_reduce, self._unreduced = [], [], []
+        self._in_flight.forget()
+        self._to_reduce, self._unreduced = [], []
         self._at_end = None
         self.creates_graph = self._has_graph = False
         for state in self.states:

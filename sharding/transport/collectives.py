@@ -54,6 +54,11 @@ def next_tag(group: dist.ProcessGroup) -> int:
     return next(_tags.setdefault(group, itertools.count(1)))
 
 
+def is_pairwise(backend: str, world_size: int) -> bool:
+    """Whether ranks exchange slots in pairs; see [Note: two transports]."""
+    return backend == "gloo" and 1 < world_size <= PAIRWISE_MAX_RANKS
+
+
 class GatherOrder:
     """A number that depends on the order in which this rank gathered buckets so far.
 
@@ -113,8 +118,7 @@ class Transport:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        over_gloo = backend_of(group, device_type) == "gloo"
-        self.pairwise = over_gloo and 1 < self.world_size <= PAIRWISE_MAX_RANKS
+        self.pairwise = is_pairwise(backend_of(group, device_type), self.world_size)
 
     def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
         """Fills each of `buffers` from every rank's own slot of it, as one call.

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sharding.fsdp.buffer import Workspace, slot_pieces
+from sharding.fsdp.buffer import slot_pieces
 from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.capacity.advice import group_sizes
 from vfsdp_optim.capacity.model_sources import model_names, read_model
@@ -20,7 +20,7 @@ from vfsdp_optim.capacity.shapes import TensorShape
 from vfsdp_optim.capacity.step_buffers import (
     BucketBuffers,
     Precision,
-    _Pool,
+    ReductionBuffers,
     reduction_memory,
     unsharded_peak,
 )
@@ -225,7 +225,8 @@ def test_peak_of_gathers_is_the_root_a_block_and_its_neighbour() -> None:
 
 
 def buffers(numel: int, *, receives: bool) -> BucketBuffers:
-    return BucketBuffers(0, 0, 0, 0, 0, 0, (numel,), (4,), receives)
+    reduction = ReductionBuffers(numel, torch.float32, receives)
+    return BucketBuffers(0, 0, 0, 0, 0, 0, (reduction,))
 
 
 def test_reductions_hold_two_in_flight_one_that_fills_and_the_root() -> None:
@@ -235,27 +236,6 @@ def test_reductions_hold_two_in_flight_one_that_fills_and_the_root() -> None:
     with_receive = reduction_memory(None, [buffers(100, receives=True)] * 5)
     assert with_receive.peak == 4 * 100 * 5  # two in flight with two each, one that fills
     assert with_receive.kept == with_receive.peak
-
-
-@given(st.lists(st.tuples(st.integers(1, 60), st.sampled_from([2, 4]), st.booleans()), max_size=40))
-def test_pool_of_sizes_does_what_the_workspace_does(
-    events: list[tuple[int, int, bool]],
-) -> None:
-    """A borrowed tensor is given back later, alone or with the one before."""
-    workspace, pool = Workspace(), _Pool()
-    lent: list[tuple[torch.Tensor, tuple[int, int]]] = []
-    for numel, itemsize, gives_back in events:
-        if gives_back and lent:
-            some = [lent.pop() for _ in range(min(2, len(lent)))]
-            workspace.give_back([tensor for tensor, _ in some])
-            pool.give_back([size for _, size in some])
-        dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-        lent.append(
-            (workspace.borrow(numel, dtype, torch.device("cpu")), pool.borrow(numel, itemsize))
-        )
-        assert (lent[-1][0].numel(), lent[-1][0].itemsize) == lent[-1][1]
-        held = [tensor for tensor, _ in lent] + workspace._free
-        assert pool.held == sum(tensor.nbytes for tensor in held)
 
 
 # -- granularity -----------------------------------------------------------------------------------

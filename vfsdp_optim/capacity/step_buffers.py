@@ -1,16 +1,20 @@
-"""How much memory the buffers of a training step take at their peak. Pure integers.
+"""How much memory the buffers of a training step take at their peak.
 
-Follows `Workspace`, `RootContext` and `ModuleState` event by event: which buckets are gathered at a
-time, which gradient slots are borrowed when, and which scratch tensors are kept for the next.
+Asks the plan of a bucket for its buffers, and lets the workspace and the queue of reductions of
+`sharding.fsdp` go through a step on the meta device, where tensors take no memory. Of its own this
+file knows only in which order backward ends the blocks.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sharding.fsdp.buffer import FLAG_ALIGN, Workspace
-from sharding.fsdp.root import MAX_REDUCTIONS_IN_FLIGHT
+import torch
+from torch import Tensor
+
+from sharding.fsdp.buffer import Workspace, slot_numel
+from sharding.fsdp.reduction import ReductionsInFlight
 from sharding.planning.negotiation import BucketPlan
-from sharding.transport.collectives import PAIRWISE_MAX_RANKS
+from sharding.transport.collectives import is_pairwise
 from vfsdp_optim.capacity.shapes import ITEMSIZE
 
 
@@ -30,9 +34,35 @@ class Precision:
         """Bytes of an element of a gathered parameter."""
         return ITEMSIZE[self.param_dtype or dtype]
 
-    def reduce(self, dtype: str) -> int:
-        """Bytes of an element of a gradient on its way."""
-        return ITEMSIZE[self.reduce_dtype or self.param_dtype or dtype]
+    def reduce(self, dtype: str) -> torch.dtype:
+        """The dtype of a gradient on its way."""
+        return torch_dtype(self.reduce_dtype or self.param_dtype or dtype)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of that name."""
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype), name
+    return dtype
+
+
+@dataclass(frozen=True, slots=True)
+class ReductionBuffers:
+    """What one reduction of a bucket borrows on a rank.
+
+    Attributes:
+        numel: Elements of the gradient slots of all its segments.
+        dtype: Of them.
+        receives: Whether it needs receive buffers as large as the slots.
+        copies_received: Elements of the receive buffers of the average over copies.
+        copies_dtype: Of those: what is summed has 4 bytes at least.
+    """
+
+    numel: int
+    dtype: torch.dtype
+    receives: bool = False
+    copies_received: int = 0
+    copies_dtype: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +76,7 @@ class BucketBuffers:
         gathered: What arrives in one gather.
         reduced: What leaves in one reduction.
         replicated: What leaves in the average over copies: by a ring, over gloo to each of them.
-        slots: Elements of the gradient slots of each reduction: segments of one dtype share one.
-        reduce_itemsizes: Of the reductions.
-        receives: Whether a reduction needs receive buffers as large as the slots.
-        copies_received: Elements of the receive buffers of the average over copies, and the bytes
-            of each: sums are of 4 bytes at least.
+        reductions: What is borrowed for them.
     """
 
     shard: int
@@ -59,10 +85,7 @@ class BucketBuffers:
     gathered: int
     reduced: int
     replicated: int
-    slots: tuple[int, ...]
-    reduce_itemsizes: tuple[int, ...]
-    receives: bool
-    copies_received: tuple[tuple[int, int], ...] = ()
+    reductions: tuple[ReductionBuffers, ...]
 
 
 def bucket_buffers(
@@ -76,42 +99,47 @@ def bucket_buffers(
         backend: "nccl" works in place; "gloo" needs receive buffers on few ranks.
         copies: Of the shards (HSDP).
     """
-    pairwise = backend == "gloo" and 1 < copies <= PAIRWISE_MAX_RANKS
-    copies_received: list[tuple[int, int]] = []
-    shard = shard_grad = unsharded = gathered = reduced = replicated = 0
-    slots: dict[str, int] = {}
-    world_size = 1
-    for i, (segment, dtype) in enumerate(zip(plan.segments, plan.dtypes, strict=True)):
-        world_size = segment.world_size
-        flags = -(-(len(segment.tensors) + 1) // FLAG_ALIGN) * FLAG_ALIGN
-        slot = segment.shard_numel + flags
-        compute, reduce = precision.compute(dtype), precision.reduce(dtype)
-        shard += segment.shard_numel * ITEMSIZE[dtype]
-        unsharded += world_size * segment.shard_numel * compute
-        gathered += (world_size - 1) * segment.shard_numel * compute
-        if not plan.trainable[i]:  # nothing to reduce
+    segments = list(zip(plan.segments, plan.dtypes, strict=True))
+    trained = [pair for pair, trains in zip(segments, plan.trainable, strict=True) if trains]
+    shard = sum(segment.shard_numel * ITEMSIZE[dtype] for segment, dtype in segments)
+    reductions, reduced, replicated = [], 0, 0
+    for together in plan.reductions:
+        if not plan.trainable[together[0]]:  # nothing to reduce
             continue
-        shard_grad += slot * ITEMSIZE[dtype]
-        reduced += (world_size - 1) * slot * reduce
-        if pairwise:
-            itemsize = max(4, reduce) if world_size > 1 else reduce
-            copies_received.append((copies * slot, itemsize))
-            replicated += (copies - 1) * slot * itemsize
+        own = reduction_buffers(plan, together, precision, backend, copies)
+        ranks = plan.segments[together[0]].world_size
+        width, itemsize = own.numel // ranks, own.dtype.itemsize
+        reductions.append(own)
+        reduced += (ranks - 1) * width * itemsize
+        if own.copies_received:
+            replicated += (copies - 1) * width * own.copies_dtype.itemsize
         else:
-            replicated += 2 * (copies - 1) * slot * reduce // copies
-        slots[dtype] = slots.get(dtype, 0) + world_size * slot
-    receives = backend == "gloo" and 1 < world_size <= PAIRWISE_MAX_RANKS
+            replicated += 2 * (copies - 1) * width * itemsize // copies
+    unsharded = [(s.world_size, s.shard_numel * precision.compute(dtype)) for s, dtype in segments]
     return BucketBuffers(
         shard=shard,
-        shard_grad=shard_grad,
-        unsharded=unsharded,
-        gathered=gathered,
+        shard_grad=sum(slot_numel(segment) * ITEMSIZE[dtype] for segment, dtype in trained),
+        unsharded=sum(ranks * size for ranks, size in unsharded),
+        gathered=sum((ranks - 1) * size for ranks, size in unsharded),
         reduced=reduced,
         replicated=replicated,
-        slots=tuple(slots.values()),
-        reduce_itemsizes=tuple(map(precision.reduce, slots)),
-        receives=receives,
-        copies_received=tuple(copies_received),
+        reductions=tuple(reductions),
+    )
+
+
+def reduction_buffers(
+    plan: BucketPlan, together: Sequence[int], precision: Precision, backend: str, copies: int
+) -> ReductionBuffers:
+    """What the reduction of the segments `together` borrows; other arguments as above."""
+    ranks = plan.segments[together[0]].world_size
+    width = sum(slot_numel(plan.segments[segment]) for segment in together)
+    dtype = precision.reduce(plan.dtypes[together[0]])
+    return ReductionBuffers(
+        numel=ranks * width,
+        dtype=dtype,
+        receives=is_pairwise(backend, ranks),
+        copies_received=copies * width if is_pairwise(backend, copies) else 0,
+        copies_dtype=torch.promote_types(dtype, torch.float32) if ranks > 1 else dtype,
     )
 
 
@@ -138,33 +166,6 @@ def unsharded_peak(root: int, blocks: Sequence[tuple[int, Sequence[int]]]) -> in
     return root + most
 
 
-class _Pool:
-    """`Workspace` by sizes: what is borrowed and what is kept."""
-
-    def __init__(self) -> None:
-        self._free: list[tuple[int, int]] = []  # (numel, itemsize), least recently used first
-        self.held = 0
-        self.peak = 0
-
-    def borrow(self, numel: int, itemsize: int) -> tuple[int, int]:
-        fitting = [
-            (size, i)
-            for i, (size, its) in enumerate(self._free)
-            if numel <= size <= 2 * numel and its == itemsize
-        ]
-        if fitting:
-            return self._free.pop(min(fitting)[1])
-        self.held += numel * itemsize
-        self.peak = max(self.peak, self.held)
-        return numel, itemsize
-
-    def give_back(self, tensors: list[tuple[int, int]]) -> None:
-        self._free.extend(tensors)
-        dropped = self._free[: max(0, len(self._free) - Workspace.MAX_KEPT)]
-        del self._free[: len(dropped)]
-        self.held -= sum(numel * itemsize for numel, itemsize in dropped)
-
-
 @dataclass(frozen=True, slots=True)
 class ReductionMemory:
     """Bytes of gradient slots and receive buffers: at the peak, and kept between steps."""
@@ -185,52 +186,71 @@ def reduction_memory(
         root: The root's bucket.
         blocks: All others in forward order, equal ones repeated.
     """
-    pool = _Pool()
+    lender = _Lender()
     for _ in range(3):  # what a step finds depends on the one before
-        pool.peak = pool.held
-        root_slots = [] if root is None else _borrow_slots(pool, root)
-        in_flight: list[_InFlight] = []
+        lender.peak = lender.held
+        in_flight = ReductionsInFlight()
+        last = None if root is None else _Reducing(lender, root)
         for bucket in reversed(blocks):
-            _start(pool, bucket, _borrow_slots(pool, bucket), in_flight)
-        if root is not None:
-            _start(pool, root, root_slots, in_flight)
-        for reduction in in_flight:
-            reduction.average(pool)
-        for reduction in in_flight:
-            pool.give_back(reduction.borrowed)
-    return ReductionMemory(pool.peak, pool.held)
+            in_flight.start(_Reducing(lender, bucket), order=0)
+        if last is not None:
+            in_flight.start(last, order=0)
+        in_flight.finish()
+    return ReductionMemory(lender.peak, lender.held)
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A reduction: what it borrowed, and what its average over copies is still to borrow."""
+class _Lender:
+    """A `Workspace` on the meta device, and the bytes that are alive."""
 
-    borrowed: list[tuple[int, int]]
-    second_step: tuple[tuple[int, int], ...]
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+        self._lent = 0
+        self.peak = 0
 
-    def average(self, pool: _Pool) -> None:
-        self.borrowed += [pool.borrow(*size) for size in self.second_step]
-        self.second_step = ()
+    @property
+    def held(self) -> int:
+        """Bytes, borrowed or not."""
+        return self._lent + self._workspace.kept_bytes
+
+    def borrow(self, numel: int, dtype: torch.dtype) -> Tensor:
+        tensor = self._workspace.borrow(numel, dtype, torch.device("meta"))
+        self._lent += tensor.nbytes
+        self.peak = max(self.peak, self.held)
+        return tensor
+
+    def give_back(self, tensors: Sequence[Tensor]) -> None:
+        self._lent -= sum(tensor.nbytes for tensor in tensors)
+        self._workspace.give_back(tensors)
 
 
-def _borrow_slots(pool: _Pool, bucket: BucketBuffers) -> list[tuple[int, int]]:
-    return [
-        pool.borrow(numel, itemsize)
-        for numel, itemsize in zip(bucket.slots, bucket.reduce_itemsizes, strict=True)
-    ]
+class _Reducing:
+    """A bucket in backward: borrows its slots, then what `Bucket` borrows for its reductions."""
 
+    def __init__(self, lender: _Lender, buffers: BucketBuffers) -> None:
+        self._lender, self._reductions = lender, buffers.reductions
+        self._averages = True
+        self._borrowed = [lender.borrow(each.numel, each.dtype) for each in self._reductions]
 
-def _start(
-    pool: _Pool,
-    bucket: BucketBuffers,
-    slots: list[tuple[int, int]],
-    in_flight: list[_InFlight],
-) -> None:
-    while len(in_flight) >= MAX_REDUCTIONS_IN_FLIGHT:
-        oldest = in_flight.pop(0)
-        oldest.average(pool)
-        pool.give_back(oldest.borrowed)
-    received = _borrow_slots(pool, bucket) if bucket.receives else []
-    for earlier in in_flight:
-        earlier.average(pool)
-    in_flight.append(_InFlight(slots + received, bucket.copies_received))
+    def reduce_grads(self, order: int) -> None:
+        """Borrows receive buffers."""
+        self._borrowed += [
+            self._lender.borrow(each.numel, each.dtype)
+            for each in self._reductions
+            if each.receives
+        ]
+
+    def average_replicas(self) -> None:
+        """Borrows those of the second step, once."""
+        if self._averages:
+            self._borrowed += [
+                self._lender.borrow(each.copies_received, each.copies_dtype)
+                for each in self._reductions
+                if each.copies_received
+            ]
+        self._averages = False
+
+    def wait_for_reduce(self) -> None:
+        """Gives everything back."""
+        self.average_replicas()
+        self._lender.give_back(self._borrowed)
+        self._borrowed = []
