@@ -280,8 +280,9 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Copy a `state_dict()` into the state; all checks come before the first write.
 
         Parameters are matched by name where both sides have `param_names`, else by position as in
-        torch. States keep the dtype they were saved in. A sharded parameter takes full tensors, or
-        pieces in any layout; in another layout than the parameter's, this is a collective.
+        torch; names come with it where the groups have none. States keep the dtype they were saved
+        in. A sharded parameter takes full tensors, or pieces in any layout; in another layout than
+        the parameter's, this is a collective.
 
         What is wrong with it on one rank is raised on all ranks that share parameters with it.
 
@@ -317,8 +318,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
         finally:
             self._loading = frozenset()
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
+            if "param_names" in loaded:
+                self._layout = None  # which says other names
             group.update(loaded)
-        if recast(layout.members, values, self._states):
+        if recast(layout.members, values, self._states) or self._layout is None:
             layout = self._current_layout()
         for member, value in zip(layout.members, values, strict=True):
             member.load(value.states)

@@ -78,3 +78,39 @@ def test_labels_in_groups_are_kept_saved_and_loaded_as_in_torch(cls):
 def test_option_of_another_rule_and_a_misspelt_one_are_no_labels(key):
     with pytest.raises(ValueError, match=f"param group 0: algorithm 'adamw' has no '{key}'"):
         AdamW([{"params": [nn.Parameter(torch.ones(3, 4))], key: 1}])
+
+
+@pytest.mark.parametrize("text_ids", [False, True])
+def test_names_that_a_checkpoint_brings_stay(text_ids):
+    # As in torch. Rounding by chance is drawn by name: the run goes on with the same bits.
+    def build(named: bool) -> tuple[AdamW, list[nn.Parameter]]:
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(40, 30).bfloat16()) for _ in range(2)]
+        given = zip(["b", "a"], params, strict=True) if named else params
+        return AdamW(given, lr=0.1, stochastic_rounding=True), params
+
+    def step(optimizer: AdamW, params: list[nn.Parameter], seed: int) -> None:
+        torch.manual_seed(seed)
+        for p in params:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+
+    optimizer, params = build(named=True)
+    step(optimizer, params, 1)
+    saved = optimizer.state_dict()
+    if text_ids:  # as torch's state-dict functions give them, which leave `param_names` alone
+        saved["state"] = {"ba"[i]: state for i, state in saved["state"].items()}
+        saved["param_groups"][0] |= {"params": ["b", "a"], "param_names": ["a", "b"]}
+    other, copies = build(named=False)
+    for load in (saved, other.convert_state_dict(saved)):
+        other.load_state_dict(load)
+        assert other.param_groups[0]["param_names"] == ["b", "a"]
+    assert other.state_dict()["param_groups"][0]["param_names"] == ["b", "a"]
+    for p, q in zip(copies, params, strict=True):
+        p.data.copy_(q)
+    step(optimizer, params, 2)
+    step(other, copies, 2)
+    assert all(torch.equal(p, q) for p, q in zip(copies, params, strict=True))
+    nameless, _ = build(named=False)
+    other.load_state_dict(nameless.state_dict())
+    assert other.param_groups[0]["param_names"] == ["b", "a"]

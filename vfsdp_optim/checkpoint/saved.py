@@ -103,6 +103,9 @@ class Checkpoint:
             _hyper_parameters(f"param group {g}", group, source, algorithms[group["algorithm"]])
             for g, (group, source) in enumerate(zip(groups, sources, strict=True))
         ]
+        if brought := _brought_names(saved, groups):
+            for loaded, own in zip(self.hyper_parameters, brought, strict=True):
+                loaded["param_names"] = own
         self.states: dict[Tensor, dict[str, Any]] = {}
         for param, saved_id in ids.items():
             if saved_id in state_dict["state"]:
@@ -246,6 +249,21 @@ def _names(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[li
     if all("param_names" in group for group in saved):
         return [group["param_names"] for group in saved]
     return None
+
+
+def _brought_names(
+    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
+) -> list[list[str]] | None:
+    """Return the names that a checkpoint gives to groups without any, as torch takes them over."""
+    if any("param_names" in group for group in groups):
+        return None  # they are the parameters', in the order of the parameters
+    if not all("param_names" in group for group in saved):
+        return None
+    ids = [group["params"] for group in saved]
+    by_name = all(isinstance(saved_id, str) for group in ids for saved_id in group)
+    # See `_names`: where ids are text, `param_names` may be in another order.
+    names = ids if by_name else [group["param_names"] for group in saved]
+    return [list(own) for own in names]
 
 
 def _check_structural(
