@@ -156,7 +156,7 @@ def modules_and_states() -> None:
         if isinstance(value, Tensor):
             assert type(value) is Tensor
             assert torch.equal(value, expected[name]), name
-    with pytest.raises(RuntimeError, match="unsupported placements.*load_full_state_dict"):
+    with pytest.raises(RuntimeError, match=r"unsupported placements.*load_full_state_dict"):
         set_model_state_dict(net, gathered, options=options)
 
     other = sharded_net(3, (2, 2))

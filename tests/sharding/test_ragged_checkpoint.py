@@ -168,7 +168,7 @@ def check_state_dicts() -> None:
     assert float(optimizer.state[model.weight]["step"]) == 1
 
     # torch distributes full tensors by itself, which knows no ragged layout.
-    with pytest.raises(RuntimeError, match="unsupported placements.*load_full_state_dict"):
+    with pytest.raises(RuntimeError, match=r"unsupported placements.*load_full_state_dict"):
         set_model_state_dict(
             model,
             {"weight": 2 * weight, "bias": torch.zeros(4)},
