@@ -58,6 +58,12 @@ def _redistributed(scene: Scene) -> Any:
     return [weight.redistribute(placements=[Replicate()]).to_local(), weight.full_tensor()]
 
 
+def _listed_while_gathered(scene: Scene) -> Any:
+    model = scene.model()
+    model.unshard()
+    return [isinstance(p, DTensor) for p in model.parameters()]
+
+
 def _materialised(scene: Scene) -> Any:
     with torch.device("meta"):
         model = scene.model()
@@ -318,6 +324,13 @@ CLIENTS = (
         "other",
         "`RaggedShard`: a bucket is cut, so that a rank may hold nothing of a parameter, or part "
         "of a row; `to_local()` is that piece.",
+    ),
+    Call(
+        "parameters",
+        "model.unshard(), model.parameters()",
+        _listed_while_gathered,
+        "other",
+        "`model.parameters()` are always the sharded ones; `module.weight` is the gathered one.",
     ),
     Call("meta", 'torch.device("meta"), to_empty(), nn.init', _materialised),
     Call(

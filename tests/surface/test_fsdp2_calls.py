@@ -13,6 +13,7 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from fsdp2_calls import ARGUMENTS, METHODS, NAMES, POLICIES, Call, Scene, full
 from fsdp2_clients import CLIENTS
+from fsdp2_tests_of_torch import rendered_endings
 from torch.testing import assert_close
 
 import sharding
@@ -83,7 +84,7 @@ def rendered(refusals: dict[tuple[str, str], str]) -> str:
             words = " ".join(filter(None, (call.words, f"`{quoted}`" if quoted else "")))
             lines.append(f"| `{call.call}` | {call.here} | {words} |")
         lines.append("")
-    return "\n".join(lines)
+    return "\n".join([*lines, rendered_endings()])
 
 
 INTRODUCTION = """\

@@ -1,0 +1,99 @@
+"""How torch's own tests of FSDP2 end here: those that do not pass, each with its reason.
+
+The tests of torch 2.6 (test/distributed/_composable/fsdp) on CPU ranks over gloo, `fully_shard`
+replaced at import. They are no part of this project; 89 of them pass there with torch 2.13's own.
+"""
+
+APPLY = 89
+
+# Reason -> the tests that end by it.
+ENDINGS = {
+    "*refused*: parameters that are DTensors of tensor parallelism": (
+        "init: test_move_states_to_device_dtensor_valid",
+        "init: test_shard_dtensor_parameters",
+        "init: test_meta_device_2d_init",
+        "init: test_init_2d_transformer_shard_diff_dim",
+        "state_dict: test_2d_state_dict_correctness",
+        "state_dict: test_dp_tp_state_dict_save_load",
+        "state_dict: test_hsdp_tp_state_dict_save_load",
+        "training: test_2d_mlp_with_nd_mesh",
+    ),
+    "*refused*: `shard_placement_fn`": (
+        "init: test_init_1d_transformer_shard_dim_neg1",
+        "init: test_init_1d_transformer_shard_largest_dim",
+        "init: test_init_1d_uneven_shard_largest_dim",
+        "init: test_invalid_shard_dim",
+        "training: test_train_parity_single_group_shard_largest_dim",
+        "training: test_train_parity_shard_placement_fn_shard_largest_dim",
+        "training: test_shard_placement_fn_contiguous_params_grads",
+    ),
+    "*refused*: tensor subclasses that gather themselves": (
+        "extensions: test_all_gather_extensions_train_parity",
+        "extensions: test_all_gather_extensions_end_to_end",
+        "extensions: test_all_gather_extensions_monkey_patch",
+        "extensions: test_all_gather_extension_outer_size_stride",
+        "extensions: test_all_gather_extension_hsdp_mesh",
+    ),
+    "*refused*: its case of `reshard_after_forward=2`; the other cases pass": (
+        "autograd: test_unused_forward_output",
+        "autograd: test_unused_forward_module",
+        "frozen: test_multi_forward_mixed_requires_grad",
+        "mixed_precision: test_reduce_dtype",
+        "training: test_param_registration_after_backward",
+    ),
+    "*refused*: `set_post_optim_event`": ("training: test_post_optim_event",),
+    "*better*: expects an error of what works here, a scalar and a non-contiguous parameter": (
+        "init: test_raise_scalar_parameter",
+        "init: test_raise_noncontiguous_parameter",
+    ),
+    "*same*: refused here too, by an error of another class or with other words": (
+        "state: test_fully_shard_deepcopy",
+        "state: test_fully_shard_reapply",
+        "init: test_2d_mesh_without_mesh_dim_names",
+        "init: test_invalid_meta_device_init",
+    ),
+    "*other*: expects each parameter cut along dim 0, with a piece on every rank": (
+        "init: test_shard_tensor_parameters",
+        "init: test_hsdp_broadcast_across_replicas",
+        "init: test_rank0_broadcast_meta_device_init",
+        "state_dict: test_dp_state_dict_save_load",
+    ),
+    "*other*: the norm of `clip_grad_norm_` is a plain tensor": ("clip: test_clip_grad_norm_1d",),
+    "*other*: `model.parameters()` are the sharded ones, also while gathered ones are in place": (
+        "comm: test_unshard_without_lazy_init",
+    ),
+    "counts collectives by name: gathers over gloo are sends between pairs of ranks": (
+        "comm: test_manual_reshard_with_reshard_after_forward_false",
+    ),
+    "replaces a function inside of torch's implementation to count its calls": (
+        "comm: test_fully_shard_multi_module_unused_module",
+        "frozen: test_train_mixed_requires_grad_per_group",
+        "frozen: test_train_mixed_requires_grad_across_groups",
+    ),
+    "reads the private state of torch's implementation": (
+        "init: test_managed_modules_nested",
+        "init: test_managed_modules_nested_fully_shard_and_replicate",
+        "init: test_managed_states_nested_fully_shard",
+        "init: test_fully_shard_is_root",
+        "init: test_fully_shard_module_and_param_fqns",
+        "init: test_fully_shard_double_lazy_init",
+        "init: test_fully_shard_multi_module_root",
+    ),
+}
+
+
+def rendered_endings() -> str:
+    """The section of the page."""
+    failing = sum(map(len, ENDINGS.values()))
+    lines = [
+        "## torch's own tests",
+        "",
+        f"Of the tests of FSDP2 in torch 2.6, {APPLY} pass on CPU ranks with torch 2.13; with "
+        f"`fully_shard`\nreplaced by this one {APPLY - failing} of them pass. The others:",
+        "",
+        "| reason | tests |",
+        "|---|---|",
+    ]
+    for reason, tests in ENDINGS.items():
+        lines.append(f"| {reason} | {', '.join(f'`{test}`' for test in tests)} |")
+    return "\n".join(lines) + "\n"
