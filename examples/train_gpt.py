@@ -37,7 +37,15 @@ from tqdm import tqdm
 import checkpoints
 from gpt import GPT, GPTConfig, generate
 from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
-from vfsdp_optim import AdamW, MixedPrecisionPolicy, Muon, fully_shard, layout, param_groups
+from vfsdp_optim import (
+    AdamW,
+    MixedPrecisionPolicy,
+    Muon,
+    Precision,
+    fully_shard,
+    layout,
+    param_groups,
+)
 
 SIZES = {
     "tiny": GPTConfig(layers=2, width=32, heads=2, context=32),  # for tests
@@ -177,7 +185,7 @@ def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
     if args.optimizer == "adamw":
         kept = ["embedding.weight", "head.weight"]
         optimizer = AdamW(
-            model.named_parameters(), lr=lr, **adamw, states=args.states, keep_32bit=kept
+            model.named_parameters(), lr=lr, states=Precision(args.states, keep_32bit=kept), **adamw
         )
         return checkpoints.Run(model, optimizer)
     # Muon takes the hidden matrices; the embedding, the head and the gains of norms are AdamW's.

@@ -9,6 +9,7 @@ from sharding import (
     load_full_state_dict,
 )
 from vfsdp_optim.adamw import AdamW
+from vfsdp_optim.algorithm import Precision
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.qk_clip import QKHeads
@@ -19,6 +20,7 @@ __all__ = [
     "FullMatrix",
     "MixedPrecisionPolicy",
     "Muon",
+    "Precision",
     "QKHeads",
     "fully_shard",
     "layout",

@@ -1,6 +1,5 @@
 """AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,30 +9,18 @@ from torch.optim.optimizer import ParamsT
 
 from vfsdp_optim.algorithm import (
     Algorithm,
+    Precision,
     check_at_least_zero,
     check_betas,
     check_state_dtype,
     check_switches,
+    constructor_defaults,
+    hyper_parameters,
 )
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
-
-# torch.optim.AdamW's own defaults.
-_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "betas": (0.9, 0.999),
-    "eps": 1e-8,
-    "weight_decay": 1e-2,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "state_dtype": None,
-}
 
 
 class AdamWAlgorithm(Algorithm):
@@ -48,7 +35,7 @@ class AdamWAlgorithm(Algorithm):
     nonnegative = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
 
     def __init__(self, **overrides: Any) -> None:
-        super().__init__(**{**_DEFAULTS, **overrides})
+        super().__init__(**{**constructor_defaults(AdamW), **overrides})
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges as torch does, and refuse what is not supported."""
@@ -119,16 +106,9 @@ class AdamW(StructuredOptimizer):
         fused: not supported.
         state_dtype: dtype of the moments; None is the parameter's, as in torch, or fp32 where one
             of the next arguments is used.
-        states: "8bit" keeps the moments of matrices of at least 4096 elements as 8-bit codes with
-            an fp32 scale for each 256: a quarter of the memory of fp32. Also a group key, as are
-            the four below.
-        keep_32bit: names of parameters whose states are not to be 8-bit; `param_groups` adds
-            embeddings and output heads.
-        unaligned: what to do where a shard starts inside a block of 256: "raise", or
-            "local_blocks": count blocks from there, which is not bitwise the unsharded run.
-        master_weights: update an fp32 copy of 16-bit parameters, the state `master`, and round it.
-        stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
-            proportion; the chance is the same at every world size.
+        states: "32bit", "8bit" (the moments of large matrices as 8-bit codes, a quarter of the
+            memory), or a `Precision` for more: what stays in 32 bits, master copies, rounding by
+            chance. Also a group key.
         on_nonfinite: what to do about infinite or NaN gradients. "ignore": update. "skip":
             if a rank has one, leave parameters, states and step counts as they are on all ranks;
             `skipped_steps` counts. "raise": RuntimeError on every rank, naming the parameters.
@@ -137,7 +117,7 @@ class AdamW(StructuredOptimizer):
             about infinite and NaN gradients; the update itself communicates nothing.
 
     Raises:
-        TypeError: `params`, `keep_32bit` or `process_group` is of a wrong type.
+        TypeError: `params`, names in `states` or `process_group` are of a wrong type.
         ValueError: a value out of range, an unknown group key, or a complex parameter.
         NotImplementedError: `capturable`, `differentiable` or `fused` is true, or a DTensor has
             partial sums.
@@ -161,30 +141,9 @@ class AdamW(StructuredOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
-        states: str = "32bit",
-        keep_32bit: Iterable[str] = (),
-        unaligned: str = "raise",
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
+        states: str | Precision = "32bit",
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        algorithm = AdamWAlgorithm(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-            maximize=maximize,
-            foreach=foreach,
-            capturable=capturable,
-            differentiable=differentiable,
-            fused=fused,
-            state_dtype=state_dtype,
-            states=states,
-            keep_32bit=keep_32bit,
-            unaligned=unaligned,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-        )
+        algorithm = AdamWAlgorithm(**hyper_parameters(locals()))
         super().__init__(params, algorithm, on_nonfinite=on_nonfinite, process_group=process_group)

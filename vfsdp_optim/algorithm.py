@@ -6,9 +6,12 @@ sharded.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from functools import cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -37,15 +40,56 @@ _OPTIONS = frozenset(
     """.split()
 )
 
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What states and weights are kept in, where `states="8bit"` alone does not say enough.
+
+    Given as `states=` of an optimizer or of a group; its fields become group keys.
+
+    Args:
+        states: "32bit", or "8bit": the states of matrices of at least 4096 elements as 8-bit codes
+            with an fp32 scale for each 256, a quarter of the memory of fp32.
+        keep_32bit: names of parameters whose states are not to be 8-bit; `param_groups` adds
+            embeddings and output heads.
+        unaligned: what to do where a shard starts inside a block of 256: "raise", or
+            "local_blocks": count blocks from there, which is not bitwise the unsharded run.
+        master_weights: update an fp32 copy of 16-bit parameters, the state `master`, and round it.
+        stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
+            proportion; the chance is the same at every world size.
+
+    Example:
+        >>> Precision("8bit", keep_32bit=["head.weight"]).keep_32bit
+        ('head.weight',)
+    """
+
+    states: str = "32bit"
+    keep_32bit: Iterable[str] = ()
+    unaligned: str = "raise"
+    master_weights: bool = False
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        """Read the names once; what is no collection of names is refused with its group."""
+        if isinstance(self.keep_32bit, Iterable) and not isinstance(self.keep_32bit, str):
+            object.__setattr__(self, "keep_32bit", tuple(self.keep_32bit))
+
+
+def spread(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options with the fields of a `Precision` in `states` as keys; others count first."""
+    precision = options.get("states")
+    if not isinstance(precision, Precision):
+        return dict(options)
+    own = {key: value for key, value in options.items() if key != "states"}
+    return {**{f.name: getattr(precision, f.name) for f in fields(precision)}, **own}
+
+
 # Group keys of every algorithm about what states and weights are kept in: see precision.py.
-PRECISION: dict[str, Any] = {
-    "states": "32bit",
-    "states_format": None,
-    "keep_32bit": (),
-    "unaligned": "raise",
-    "master_weights": False,
-    "stochastic_rounding": False,
-}
+PRECISION: dict[str, Any] = {**spread({"states": Precision()}), "states_format": None}
+# Arguments of constructors that concern the optimizer as a whole.
+_NOT_IN_GROUPS = frozenset(
+    "self __class__ params max_exchange_bytes on_nonfinite process_group".split()
+)
 # Those that a checkpoint must agree with, unless it is converted.
 PRECISION_KEYS = ("states", "states_format", "master_weights", "stochastic_rounding")
 
@@ -84,7 +128,8 @@ class Algorithm(ABC):
     nonnegative: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, **defaults: Any) -> None:
-        self.defaults = {k: plain_value(v) for k, v in {**PRECISION, **defaults}.items()}
+        given = {**PRECISION, **spread(defaults)}
+        self.defaults = {key: plain_value(value) for key, value in given.items()}
         kept = self.defaults["keep_32bit"]
         if isinstance(kept, Iterable) and not isinstance(kept, str):  # refused with the group
             self.defaults["keep_32bit"] = tuple(kept)
@@ -179,6 +224,22 @@ class MatrixAlgorithm(Algorithm):
     @abstractmethod
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         """Return the multiply-adds of `matrix_update`."""
+
+
+def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those arguments of an optimizer's constructor, its `locals()`, that are group keys."""
+    return {key: value for key, value in arguments.items() if key not in _NOT_IN_GROUPS}
+
+
+@cache
+def _constructor(optimizer: type) -> dict[str, Any]:
+    parameters = inspect.signature(optimizer).parameters.values()
+    return {p.name: p.default for p in parameters if p.default is not inspect.Parameter.empty}
+
+
+def constructor_defaults(optimizer: type) -> dict[str, Any]:
+    """Return the defaults of the constructor that are group keys: written there, and there only."""
+    return hyper_parameters(_constructor(optimizer))
 
 
 def chosen_algorithm(choice: object, known: dict[str, Algorithm], where: str) -> Algorithm:

@@ -1,7 +1,7 @@
 """Muon: momentum, orthogonalized matrix by matrix. The matrix part may travel to owner ranks."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -14,9 +14,12 @@ from sharding.planning.structure import FullMatrix
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
+    Precision,
     check_at_least_zero,
     check_state_dtype,
     check_switches,
+    constructor_defaults,
+    hyper_parameters,
 )
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
@@ -33,21 +36,6 @@ from vfsdp_optim.step.runs import Run
 
 _KELLER = COEFFICIENTS["keller5"][0]
 
-# torch.optim.Muon's own defaults, then ours.
-_DEFAULTS: dict[str, Any] = {
-    "lr": 1e-3,
-    "weight_decay": 0.1,
-    "momentum": 0.95,
-    "nesterov": True,
-    "ns_coefficients": _KELLER,
-    "eps": 1e-7,
-    "ns_steps": 5,
-    "adjust_lr_fn": None,
-    "matrices": None,
-    "ns_dtype": None,
-    "state_dtype": None,
-}
-
 
 class MuonAlgorithm(MatrixAlgorithm):
     """The update rule of `Muon`. With ns_dtype=torch.bfloat16 bitwise equal to torch.optim.Muon."""
@@ -56,7 +44,7 @@ class MuonAlgorithm(MatrixAlgorithm):
     structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_dtype")
 
     def __init__(self, **overrides: Any) -> None:
-        super().__init__(**{**_DEFAULTS, **overrides})
+        super().__init__(**{**constructor_defaults(Muon), "matrices": None, **overrides})
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges as torch does, the matrix pattern and the coefficients."""
@@ -179,16 +167,10 @@ class Muon(StructuredOptimizer):
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
         state_dtype: dtype of the momentum; None is the parameter's, as in torch, or fp32 where one
             of the next arguments is used.
-        states: "8bit" keeps the states of matrices of at least 4096 elements as 8-bit codes with
-            an fp32 scale for each 256: a quarter of the memory of fp32. Also a group key, as are
-            the four below, which hold for AdamW groups too.
-        keep_32bit: names of parameters whose states are not to be 8-bit; `param_groups` adds
-            embeddings and output heads.
-        unaligned: what to do where a shard starts inside a block of 256: "raise", or
-            "local_blocks": count blocks from there, which is not bitwise the unsharded run.
-        master_weights: update an fp32 copy of 16-bit parameters, the state `master`, and round it.
-        stochastic_rounding: update bfloat16 parameters in fp32 and round up or down by chance, in
-            proportion; the chance is the same at every world size.
+        states: "32bit", "8bit" (the states of large matrices as 8-bit codes, a quarter of the
+            memory), or a `Precision` for more: what stays in 32 bits, master copies, rounding by
+            chance. Also a group key; holds for AdamW
+            groups too.
         max_exchange_bytes: memory on a rank for the matrices that travel at a time; at most twice
             as much is reserved, with replicas three times. Less means more exchanges, with less
             balanced work between.
@@ -200,7 +182,7 @@ class Muon(StructuredOptimizer):
             computed by one of them.
 
     Raises:
-        TypeError: `params`, `keep_32bit` or `process_group` is of a wrong type.
+        TypeError: `params`, names in `states` or `process_group` are of a wrong type.
         ValueError: a value out of range, an unknown group key, a parameter that is no matrix in a
             group without `matrices`, or a sharded parameter with a matrix larger than
             `max_exchange_bytes`.
@@ -225,39 +207,16 @@ class Muon(StructuredOptimizer):
         *,
         ns_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
-        states: str = "32bit",
-        keep_32bit: Iterable[str] = (),
-        unaligned: str = "raise",
-        master_weights: bool = False,
-        stochastic_rounding: bool = False,
+        states: str | Precision = "32bit",
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        precision: dict[str, Any] = dict(
-            states=states,
-            keep_32bit=keep_32bit,
-            unaligned=unaligned,
-            master_weights=master_weights,
-            stochastic_rounding=stochastic_rounding,
-        )
-        algorithm = MuonAlgorithm(
-            lr=lr,
-            weight_decay=weight_decay,
-            momentum=momentum,
-            nesterov=nesterov,
-            ns_coefficients=ns_coefficients,
-            eps=eps,
-            ns_steps=ns_steps,
-            adjust_lr_fn=adjust_lr_fn,
-            ns_dtype=ns_dtype,
-            state_dtype=state_dtype,
-            **precision,
-        )
+        algorithm = MuonAlgorithm(**hyper_parameters(locals()))
         super().__init__(
             params,
             algorithm,
-            AdamWAlgorithm(**precision),
+            AdamWAlgorithm(states=states),
             max_exchange_bytes=max_exchange_bytes,
             on_nonfinite=on_nonfinite,
             process_group=process_group,

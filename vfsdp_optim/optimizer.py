@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from sharding.planning.structure import Blocks, Demand, Elementwise
-from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, spread
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
 from vfsdp_optim.checkpoint.values import agreed, recast
@@ -121,7 +121,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             )
         if "params" not in param_group:
             raise ValueError(f"{where}: has no 'params', only {sorted(map(str, param_group))}")
-        group = dict(param_group)
+        group = spread(param_group)
         choice = group.get("algorithm", self._default_algorithm)
         algorithm = chosen_algorithm(choice, self._algorithms, where)
         group["algorithm"] = algorithm.name

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ranks import distributed_examples
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.testing import (
     assert_program_is_exact,
     assert_sharded_equals_unsharded,
@@ -77,11 +77,15 @@ IN_BLOCKS = {
     ),
 }
 OF_BFLOAT16 = {
-    "adamw_master_weights": partial(make_adamw, master_weights=True),
-    "adamw_stochastic_rounding": partial(make_adamw, stochastic_rounding=True),
-    "muon_master_weights": partial(make_muon, master_weights=True, on_nonfinite="skip"),
-    "muon_8bit_stochastic_rounding": partial(make_muon, states="8bit", stochastic_rounding=True),
-    "muon_8bit_master_weights": partial(make_muon, states="8bit", master_weights=True),
+    "adamw_master_weights": partial(make_adamw, states=Precision(master_weights=True)),
+    "adamw_stochastic_rounding": partial(make_adamw, states=Precision(stochastic_rounding=True)),
+    "muon_master_weights": partial(
+        make_muon, on_nonfinite="skip", states=Precision(master_weights=True)
+    ),
+    "muon_8bit_stochastic_rounding": partial(
+        make_muon, states=Precision("8bit", stochastic_rounding=True)
+    ),
+    "muon_8bit_master_weights": partial(make_muon, states=Precision("8bit", master_weights=True)),
 }
 CHECKPOINTS = ("state_dict", "dcp")
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from ranks import run_ranks
 from sharding import fully_shard, load_full_state_dict
 from sharding.tensor.ragged_tensor import distribute_ragged
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.states.block_codec import FORMAT, dynamic_map
 from vfsdp_optim.states.scratch import Scratch
 
@@ -203,7 +203,7 @@ def test_conversion_adds_and_drops_master_weights():
     model = make_model(BFLOAT16)
     plain = make_optimizer("muon", model, states="32bit", state_dtype=torch.float32)
     take_steps(model, plain, range(2))
-    master = make_optimizer("muon", model, master_weights=True)
+    master = make_optimizer("muon", model, states=Precision("8bit", master_weights=True))
     with pytest.raises(ValueError, match=r"odd: the checkpoint has .*convert_state_dict"):
         master.load_state_dict(plain.state_dict())
     master.load_state_dict(master.convert_state_dict(plain.state_dict()))
@@ -229,7 +229,7 @@ def test_conversion_refuses_codes_that_mean_something_else(states):
 
 def test_8bit_state_of_another_choice_of_parameters_is_named_and_converts():
     model = make_model()
-    source = make_optimizer("adamw", model, keep_32bit=["odd"])
+    source = make_optimizer("adamw", model, states=Precision("8bit", keep_32bit=["odd"]))
     take_steps(model, source, range(1))
     target = make_optimizer("adamw", model)
     before = full_states(target)
@@ -238,7 +238,7 @@ def test_8bit_state_of_another_choice_of_parameters_is_named_and_converts():
     assert_same(full_states(target), before)
     target.load_state_dict(target.convert_state_dict(source.state_dict()))
     assert bool(target.state[model["odd"]]["exp_avg.absmax"].all())
-    again = make_optimizer("adamw", model, keep_32bit=["odd"])
+    again = make_optimizer("adamw", model, states=Precision("8bit", keep_32bit=["odd"]))
     again.load_state_dict(again.convert_state_dict(target.state_dict()))
     assert again.state[model["odd"]]["exp_avg"].shape == (70, 71)
 

@@ -12,15 +12,15 @@ from ranks import run_ranks
 from sharding import fully_shard
 from small_models import full_gradients, weights_of
 from torch_layouts import cut_like
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 
-ROUNDED = {"stochastic_rounding": True}
+ROUNDED = {"states": Precision(stochastic_rounding=True)}
 CASES = (  # the base, the adapters, options
     (torch.float32, torch.float32, {"states": "8bit"}),
     (torch.float16, torch.bfloat16, ROUNDED),
     (torch.float8_e4m3fn, torch.bfloat16, ROUNDED),
-    (torch.bfloat16, torch.bfloat16, {**ROUNDED, "states": "8bit"}),
-    (torch.float8_e4m3fn, torch.bfloat16, {"master_weights": True}),
+    (torch.bfloat16, torch.bfloat16, {"states": Precision("8bit", stochastic_rounding=True)}),
+    (torch.float8_e4m3fn, torch.bfloat16, {"states": Precision(master_weights=True)}),
     (torch.complex64, torch.float32, {}),
     (torch.int8, torch.float32, {"states": "8bit"}),
 )

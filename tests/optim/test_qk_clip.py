@@ -14,7 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from ranks import distributed_examples, run_ranks
 from training import mesh_of
-from vfsdp_optim import Muon, QKHeads, fully_shard
+from vfsdp_optim import Muon, Precision, QKHeads, fully_shard
 from vfsdp_optim.qk_clip import _Rows
 
 
@@ -153,7 +153,7 @@ def test_replicas_clip_by_what_all_of_them_saw():
 
 def test_clipped_rows_stay_clipped_where_a_master_copy_is_updated():
     w = nn.Parameter(torch.ones(4, 4, dtype=torch.bfloat16))
-    optimizer = Muon([("w", w)], lr=0.0, master_weights=True)
+    optimizer = Muon([("w", w)], lr=0.0, states=Precision(master_weights=True))
     heads = QKHeads("w", heads=2, head_dim=1)
     for _ in range(2):
         w.grad = torch.ones_like(w)

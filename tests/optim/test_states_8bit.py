@@ -17,7 +17,7 @@ from ranks import run_ranks
 from sharding import fully_shard
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
-from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim import AdamW, Muon, Precision, param_groups
 from vfsdp_optim.states.precision import SMALLEST_8BIT
 from vfsdp_optim.step import runs
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
@@ -168,8 +168,7 @@ def test_8bit_states_of_named_parameters_and_of_groups_stay_in_32_bits():
             {"params": params[2:3], "states": "32bit"},
             {"params": params[3:], "keep_32bit": (name for name in ["w3"])},
         ],
-        states="8bit",
-        keep_32bit=["w1"],
+        states=Precision("8bit", keep_32bit=["w1"]),
     )
     packed = ["exp_avg.codes" in optimizer.state[param] for _, param in params]
     assert packed == [True, False, False, False]
@@ -304,16 +303,16 @@ def cut_in_blocks(unaligned: str) -> list[Tensor]:
     mesh = init_device_mesh("cpu", (2,))
     full = torch.randn(20, 300, generator=torch.Generator().manual_seed(0))
     param = nn.Parameter(distribute_ragged(full, mesh, RaggedShard((0, 1), (11, 9), 300)))
-    optimizer = AdamW([("wide", param)], lr=0.01, states="8bit", unaligned=unaligned)
+    optimizer = AdamW([("wide", param)], lr=0.01, states=Precision("8bit", unaligned=unaligned))
     for step in range(20):
         grad = torch.randn(20, 300, generator=torch.Generator().manual_seed(step))
         param.grad = distribute_ragged(grad, mesh, param.placement)
         optimizer.step()
     other = nn.Parameter(distribute_ragged(full, mesh, RaggedShard((0, 1), (10, 10), 300)))
-    moved = AdamW([("wide", other)], states="8bit", unaligned=unaligned)
+    moved = AdamW([("wide", other)], states=Precision("8bit", unaligned=unaligned))
     with pytest.raises(ValueError, match=r"wide: the checkpoint has states_format=.*local blocks"):
         moved.load_state_dict(optimizer.state_dict())
-    again = AdamW([("wide", param)], states="8bit", unaligned=unaligned)
+    again = AdamW([("wide", param)], states=Precision("8bit", unaligned=unaligned))
     again.load_state_dict(optimizer.state_dict())
     for key in ("exp_avg.codes", "exp_avg.absmax"):
         assert torch.equal(
@@ -348,26 +347,33 @@ def test_8bit_states_on_cuts_inside_blocks_are_refused_or_local():
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "message"),
+    ("choice", "error", "message"),
     [
-        ({"states": "4bit"}, ValueError, r"group 0: states: expected one of .*'8bit'.*got '4bit'"),
-        ({"unaligned": "ok"}, ValueError, r"group 0: unaligned: expected one of .*got 'ok'"),
-        ({"keep_32bit": ["w9"]}, ValueError, r"AdamW: keep_32bit names \['w9'\], expected some of"),
-        ({"keep_32bit": "w0"}, TypeError, r"keep_32bit: expected names like .*got 'w0'"),
-        ({"keep_32bit": 5}, TypeError, r"keep_32bit: expected names like .*got 5"),
-        ({"master_weights": 1}, ValueError, r"master_weights: expected True or False, got 1"),
-        ({"master_weights": True}, ValueError, r"w0: master_weights=True is for .* 16 bits"),
-        ({"stochastic_rounding": True}, ValueError, r"w0: stochastic_rounding=True is for .* 16"),
+        ("4bit", ValueError, r"group 0: states: expected one of .*'8bit'.*got '4bit'"),
+        (dict(unaligned="ok"), ValueError, r"group 0: unaligned: expected one of .*got 'ok'"),
+        (
+            dict(keep_32bit=["w9"]),
+            ValueError,
+            r"AdamW: keep_32bit names \['w9'\], expected some of",
+        ),
+        (dict(keep_32bit="w0"), TypeError, r"keep_32bit: expected names like .*got 'w0'"),
+        (dict(keep_32bit=5), TypeError, r"keep_32bit: expected names like .*got 5"),
+        (dict(master_weights=1), ValueError, r"master_weights: expected True or False, got 1"),
+        (dict(master_weights=True), ValueError, r"w0: master_weights=True is for .* 16 bits"),
+        (dict(stochastic_rounding=True), ValueError, r"w0: stochastic_rounding=True is for .* 16"),
     ],
 )
-def test_8bit_options_that_are_wrong_are_named(options, error, message):
+def test_8bit_options_that_are_wrong_are_named(choice, error, message):
+    states = choice if isinstance(choice, str) else Precision(**choice)
     with pytest.raises(error, match=message):
-        AdamW(named_matrices(2), **options)
+        AdamW(named_matrices(2), states=states)
 
 
 def test_8bit_names_need_named_parameters():
     with pytest.raises(ValueError, match=r"keep_32bit=\['w0'\] needs names: pass model.named"):
-        AdamW([param for _, param in named_matrices(1)], states="8bit", keep_32bit=["w0"])
+        AdamW(
+            [param for _, param in named_matrices(1)], states=Precision("8bit", keep_32bit=["w0"])
+        )
     group = {"params": named_matrices(1), "keep_32bit": ["w7"]}
     with pytest.raises(ValueError, match=r"group 0: keep_32bit names \['w7'\]"):
         AdamW([group], states="8bit")
@@ -402,7 +408,7 @@ def view_shapes() -> list[tuple[int, ...]]:
 
 def test_8bit_states_are_in_the_plan():
     params = named_matrices(2)
-    optimizer = AdamW(params, states="8bit", keep_32bit=["w1"])
+    optimizer = AdamW(params, states=Precision("8bit", keep_32bit=["w1"]))
     plan = optimizer.plan()
     assert [(row.fqn, row.states) for row in plan.rows] == [("w0", "8bit"), ("w1", "32bit")]
     assert "1 in 8 bits" in str(plan)
@@ -429,7 +435,9 @@ def test_8bit_matrix_is_read_in_pieces_with_the_same_bits(monkeypatch):
     for size in (1 << 17, 512):
         monkeypatch.setattr(runs, "_COPIED_CHUNK", size)
         param = nn.Parameter(torch.ones(50, 100, dtype=torch.bfloat16))
-        optimizer = Muon([("w", param)], lr=0.01, states="8bit", stochastic_rounding=True)
+        optimizer = Muon(
+            [("w", param)], lr=0.01, states=Precision("8bit", stochastic_rounding=True)
+        )
         for step in range(3):
             grad = torch.randn(50, 100, generator=torch.Generator().manual_seed(step))
             param.grad = grad.to(torch.bfloat16)

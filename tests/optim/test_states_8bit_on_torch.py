@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import run_ranks
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
 
 
@@ -71,7 +71,7 @@ def refuse_columns() -> None:
     param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]))
     with pytest.raises(NotImplementedError, match=r"wide: matrices of a parameter with placements"):
         AdamW([("wide", param)], states="8bit")
-    kept = AdamW([("wide", param)], states="8bit", keep_32bit=["wide"])
+    kept = AdamW([("wide", param)], states=Precision("8bit", keep_32bit=["wide"]))
     assert "exp_avg" in kept.state[param]
 
 

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ranks import run_ranks
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import distribute_ragged
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import Place, RandomRounding, random_bits, stream_of
 
@@ -40,7 +40,7 @@ def test_decay_of_bfloat16_ones_is_not_rounded_away(kind, choice):
     train(kind, plain, 1000, **options)
     assert torch.equal(plain.detach(), torch.ones(64, 64, dtype=BF16))
     param = nn.Parameter(torch.ones(64, 64, dtype=BF16))
-    optimizer = train(kind, param, 1000, **{choice: True}, **options)
+    optimizer = train(kind, param, 1000, states=Precision(**{choice: True}), **options)
     expected = (1 - 1e-4) ** 1000
     half_gap = 2**-9  # of bfloat16 there; the mean of many roundings by chance is better
     near = half_gap if choice == "master_weights" else half_gap / 4
@@ -59,7 +59,7 @@ def test_8bit_states_and_master_weights_of_bfloat16_are_near_fp32():
     start = torch.randn(64, 96, generator=generator).to(BF16)
     params = [nn.Parameter(start.clone()), nn.Parameter(start.float())]
     options = dict(lr=1e-3, weight_decay=0.1)
-    narrow = AdamW([params[0]], states="8bit", master_weights=True, **options)
+    narrow = AdamW([params[0]], states=Precision("8bit", master_weights=True), **options)
     exact = AdamW([params[1]], **options)
     for _ in range(50):
         grad = (torch.randn(64, 96, generator=generator) + 0.5).to(BF16)
@@ -76,7 +76,7 @@ def test_8bit_states_and_master_weights_of_bfloat16_are_near_fp32():
 def test_master_copy_takes_over_what_was_written_to_the_parameter_only():
     """Megatron-LM#6920: a copy that stays old undoes what was loaded into the model."""
     param = nn.Parameter(torch.full((64, 64), 3.0, dtype=BF16))
-    optimizer = AdamW([param], lr=1e-4, weight_decay=0.0, master_weights=True)
+    optimizer = AdamW([param], lr=1e-4, weight_decay=0.0, states=Precision(master_weights=True))
     optimizer.state_dict()  # makes the state, before the weights are loaded
     with torch.no_grad():
         param.fill_(5.0)
@@ -95,11 +95,13 @@ def test_master_copy_is_saved_and_loaded_bit_by_bit():
     """AReaL#1292: it was derived again from bfloat16."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(64, 64).to(BF16))]
-    optimizers = [Muon([("w", params[0])], lr=1e-3, master_weights=True)]
+    optimizers = [Muon([("w", params[0])], lr=1e-3, states=Precision(master_weights=True))]
     for step in range(6):
         if step == 3:
             params.append(nn.Parameter(params[0].detach().clone()))
-            optimizers.append(Muon([("w", params[1])], lr=1e-3, master_weights=True))
+            optimizers.append(
+                Muon([("w", params[1])], lr=1e-3, states=Precision(master_weights=True))
+            )
             optimizers[1].load_state_dict(optimizers[0].state_dict())
         grad = torch.randn(64, 64).to(BF16)
         for param, optimizer in zip(params, optimizers, strict=True):
@@ -187,7 +189,7 @@ def train_cut(full: Tensor, choice: str) -> Tensor:
 
 
 def step_with_gradients(param: nn.Parameter, choice: str) -> None:
-    optimizer = Muon([("w", param)], lr=0.01, weight_decay=0.3, **{choice: True})
+    optimizer = Muon([("w", param)], lr=0.01, weight_decay=0.3, states=Precision(**{choice: True}))
     for step in range(4):
         grad = torch.randn(37, 50, generator=torch.Generator().manual_seed(step)).to(BF16)
         if hasattr(param, "placement"):
@@ -200,7 +202,7 @@ def test_stochastic_rounding_differs_between_parameters_and_goes_on_after_a_rest
     start = torch.full((64, 64), 1 + 1 / 128, dtype=BF16)
 
     def make(params: list[nn.Parameter]) -> Muon:
-        return Muon(params, lr=1e-3, weight_decay=0.5, stochastic_rounding=True)
+        return Muon(params, lr=1e-3, weight_decay=0.5, states=Precision(stochastic_rounding=True))
 
     def step(params: list[nn.Parameter], optimizer: Muon) -> None:
         for param in params:
@@ -230,7 +232,7 @@ def test_master_weights_leave_groups_in_fp32_as_they_are():
     matrix = nn.Parameter(torch.ones(64, 64, dtype=BF16))
     norm = nn.Parameter(torch.ones(64))
     groups = [{"params": [("w", matrix)]}, {"params": [("norm", norm)], "algorithm": "adamw"}]
-    optimizer = Muon([dict(group) for group in groups], master_weights=True)
+    optimizer = Muon([dict(group) for group in groups], states=Precision(master_weights=True))
     assert "master" in optimizer.state[matrix]
     assert "master" not in optimizer.state[norm]
     groups[1]["master_weights"] = True  # said of this group
@@ -241,10 +243,23 @@ def test_master_weights_leave_groups_in_fp32_as_they_are():
 def test_master_weights_and_stochastic_rounding_exclude_each_other():
     param = nn.Parameter(torch.ones(4, 4, dtype=BF16))
     with pytest.raises(ValueError, match="group 0: expected master_weights or stochastic_rounding"):
-        AdamW([param], master_weights=True, stochastic_rounding=True)
+        AdamW([param], states=Precision(master_weights=True, stochastic_rounding=True))
     half = nn.Parameter(torch.ones(4, 4, dtype=torch.float16))
     with pytest.raises(
         ValueError, match=r"w: stochastic_rounding=True rounds to bfloat16, got .*16"
     ):
-        AdamW([("w", half)], stochastic_rounding=True)
-    AdamW([("w", half)], master_weights=True)
+        AdamW([("w", half)], states=Precision(stochastic_rounding=True))
+    AdamW([("w", half)], states=Precision(master_weights=True))
+
+
+def test_precision_of_a_group_counts_before_that_of_the_optimizer():
+    params = [(f"w{i}", nn.Parameter(torch.ones(64, 64))) for i in range(3)]
+    groups = [
+        {"params": params[:1]},
+        {"params": params[1:2], "states": Precision(keep_32bit=["w1"])},
+        {"params": params[2:], "states": Precision("8bit"), "keep_32bit": ["w2"]},
+    ]
+    optimizer = AdamW(groups, states=Precision("8bit"))
+    assert [group["states"] for group in optimizer.param_groups] == ["8bit", "32bit", "8bit"]
+    packed = ["exp_avg.codes" in optimizer.state[param] for _, param in params]
+    assert packed == [True, False, False]

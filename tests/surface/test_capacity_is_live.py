@@ -81,7 +81,7 @@ def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
         return vfsdp_optim.Muon(vfsdp_optim.param_groups(model), states=case.states)
     kept = ["embedding.weight", "head.weight"]  # what param_groups says
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    return vfsdp_optim.AdamW(named, states=case.states, keep_32bit=kept)
+    return vfsdp_optim.AdamW(named, states=vfsdp_optim.Precision(case.states, keep_32bit=kept))
 
 
 def predicted(case: Case, ranks: int) -> Capacity:

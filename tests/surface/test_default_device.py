@@ -23,6 +23,7 @@ from small_models import (
     set_gradients,
     shard,
 )
+from vfsdp_optim import Precision
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted(path for name in ("sharding", "vfsdp_optim") for path in (ROOT / name).rglob("*.py"))
@@ -65,8 +66,8 @@ def test_check_finds_a_call_without_device(source, found):
 OPTIMIZERS = (
     ("muon", {}),
     ("muon", {"states": "8bit", "on_nonfinite": "skip"}),
-    ("muon", {"stochastic_rounding": True}),
-    ("adamw", {"master_weights": True, "on_nonfinite": "raise"}),
+    ("muon", {"states": Precision(stochastic_rounding=True)}),
+    ("adamw", {"states": Precision(master_weights=True), "on_nonfinite": "raise"}),
 )
 
 
@@ -74,9 +75,7 @@ def train_under(device: str | None, world_size: int) -> list[torch.Tensor]:
     """Return the bits after three steps, all from the construction on with a default device."""
     bits = []
     for name, options in OPTIMIZERS:
-        dtype = (
-            torch.bfloat16 if options.keys() & {"stochastic_rounding", "master_weights"} else None
-        )
+        dtype = torch.bfloat16 if isinstance(options.get("states"), Precision) else None
         model = build().to(dtype)
         if world_size > 1:
             shard(model)

@@ -24,7 +24,7 @@ from small_models import (
     shard,
     weights_of,
 )
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 
 OPTIMIZERS = ["muon", "adamw"]
 # Where the host may read the flag, and (as on CUDA) where only the device knows it.
@@ -193,7 +193,7 @@ def skip_without_a_gradient(host_devices) -> tuple[list[float], list[bool]]:
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
     named = [("absent", params[0]), ("present", params[1])]
-    optimizer = Muon(named, lr=0.1, stochastic_rounding=True, on_nonfinite="skip")
+    optimizer = Muon(named, lr=0.1, on_nonfinite="skip", states=Precision(stochastic_rounding=True))
     optimizer._nonfinite.host_devices = host_devices
     steps, moved = [], []
     for bad in (True, False):
