@@ -44,7 +44,7 @@ class KeptTensors:
     ) -> None:
         self._below = list(below)
         self._found = found
-        self._attributes = [(vars(m), _first_own(m)) for m in (*modules, *below)]
+        self._attributes = [(vars(m), _first_own(m), _settled(m)) for m in (*modules, *below)]
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch_hooked(self) -> None:
@@ -64,7 +64,9 @@ class KeptTensors:
 
     def in_attributes(self) -> Iterator[Tensor]:
         """The tensors with a graph that modules hold as attributes, also in a list or a dict."""
-        for attributes, first in self._attributes:
+        for attributes, first, settled in self._attributes:
+            if len(attributes) == settled:
+                continue
             for value in islice(attributes.values(), first, None):
                 if isinstance(value, Tensor):
                     if value.grad_fn is not None:
@@ -77,6 +79,17 @@ def _first_own(module: nn.Module) -> int:
     """Where the attributes begin that not every module has."""
     names = list(vars(module))
     return next((i for i, name in enumerate(names) if name not in _COMMON), len(names))
+
+
+def _settled(module: nn.Module) -> int:
+    """How many attributes a layer of torch has as long as it keeps nothing; -1 of other classes.
+
+    Those assign no attribute in forward: it takes a new one, from outside, to keep a tensor.
+    """
+    values = islice(vars(module).values(), _first_own(module), None)
+    is_of_torch = type(module).__module__.startswith("torch.nn.modules.")
+    keeps_nothing = is_of_torch and not any(isinstance(v, (Tensor, list, dict)) for v in values)
+    return len(vars(module)) if keeps_nothing else -1
 
 
 def _in_container(container: Any) -> Iterator[Tensor]:

@@ -55,6 +55,7 @@ class Keeps(Layer):
     def forward(self, x: Tensor) -> Tensor:
         self.kept = torch.tanh(self.inner(x) * self.scale)
         self.listed, self.named = [self.kept * 2], {"kept": self.kept * self.scale}
+        self.inner.noted = self.kept * 3
         return x + self.outer(self.kept)
 
 
@@ -72,7 +73,13 @@ class KeptTensor(Case):
 
     def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
         y, keeps = model(x), model[1]
-        losses = [keeps.kept, keeps.listed[-1], keeps.named["kept"], self.features[-1]]
+        losses = [
+            keeps.kept,
+            keeps.listed[-1],
+            keeps.named["kept"],
+            self.features[-1],
+            keeps.inner.noted,
+        ]
         total = torch.zeros(())
         for i, kept in enumerate(losses):  # one after another, each over the same graph
             loss = kept.square().mean() + (y.square().mean() if i % 2 == step % 2 else 0.0)
@@ -185,17 +192,8 @@ class WrittenInForward(Case):
         return nn.Sequential(WritesInForward(), Layer(), WritesInForward())
 
 
-CASES = {
-    case.__name__: case
-    for case in (
-        ViewChangedInPlace,
-        KeptTensor,
-        KeptByFrozen,
-        CallInCall,
-        Forces,
-        WrittenInForward,
-    )
-}
+_ALL = [ViewChangedInPlace, KeptTensor, KeptByFrozen, CallInCall, Forces, WrittenInForward]
+CASES: dict[str, type[Case]] = {case.__name__: case for case in _ALL}
 
 
 def train_all() -> dict[str, Trained]:
