@@ -50,6 +50,7 @@ ORDER = {
     "sharding.checkpoint": ["names", "optimizer_checks", "load_checks", "full_state"],
     "sharding.fsdp": [
         "transforms",
+        "proofs",
         "buffer",
         "gradient_slots",
         "parameter",
@@ -59,6 +60,7 @@ ORDER = {
         "reduction",
         "containers",
         "kept_tensors",
+        "beginnings",
         "bucket",
         "module_tree",
         "root",

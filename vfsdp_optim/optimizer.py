@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from sharding.fsdp.proofs import record_update
 from sharding.planning.structure import Blocks, Demand, Elementwise
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, spread
 from vfsdp_optim.checkpoint.conversion import converted
@@ -354,6 +355,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         check_current(self.param_groups)
         layout = self._current_layout()
         matrices = self._current_matrices(layout)
+        record_update(type(self).__name__, self.param_groups, layout.logs)
         grads = [member.gradient() for member in layout.members]
         skip = self._decide(layout, grads)
         if skip is not True:

@@ -29,13 +29,14 @@ from sharding.fsdp.parameter import (
     check_converted_as_a_whole,
     placement_in,
 )
+from sharding.fsdp.proofs import Proofs, UpdateLog, attach_log
 from sharding.fsdp.reduction import Reduction, Replicas
 from sharding.fsdp.slots import Slots
 from sharding.fsdp.transforms import outside_of_transforms
 from sharding.planning.negotiation import BucketPlan
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of, shard_group
-from sharding.transport.collectives import GatherOrder, Pending, PendingMean, Transport, next_tag
+from sharding.transport.collectives import Pending, PendingMean, Transport, next_tag
 from sharding.transport.debug import announce, check_written
 
 
@@ -81,7 +82,8 @@ class Bucket:
         self.requires_gradient_sync = True
         self.reshard_after_backward = True
         self.grad_arrived: Callable[[], None] | None = None  # called after every gradient
-        self.gather_order = GatherOrder()  # one for all buckets of a root
+        self.proofs = Proofs()  # one for all buckets of a root
+        self.updates = UpdateLog()
         self.buffers = [
             self._make_buffer(segment, getattr(torch, dtype), device)
             for segment, dtype in enumerate(plan.dtypes)
@@ -132,6 +134,7 @@ class Bucket:
         local = self.ragged(i, buffer.local_view(index))
         sharded = cast(RaggedDTensor, nn.Parameter(local, requires_grad=original.requires_grad))
         sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
+        attach_log(sharded, self.updates)
         return BucketParameter(spec.fqn, sites, segment, index, sharded, self._make_unsharded(i))
 
     def _make_unsharded(self, i: int) -> nn.Parameter:
@@ -233,7 +236,7 @@ class Bucket:
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
         announce(f"gather of bucket {self.name!r}", self.groups)
-        self.gather_order.record(self._tag)
+        self.proofs.record_gather(self._tag)
         self._gathered.note_sources()
         unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
         self._gather = self.transport.all_gather_(unsharded, self._tag)
@@ -383,11 +386,11 @@ class Bucket:
             self.grad_arrived()
 
     @torch.no_grad()
-    def reduce_grads(self, order: int) -> None:
+    def reduce_grads(self, gathers: int) -> None:
         """Starts the average of all gradients of the bucket, zeros for those that are missing.
 
         Args:
-            order: What `gather_order` was when this backward began.
+            gathers: What `proofs.gathers` was when this backward began.
 
         The whole bucket takes part on every rank, so that a parameter unused on some ranks cannot
         leave the others waiting (pytorch#158719).
@@ -396,6 +399,7 @@ class Bucket:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         announce(f"reduction of bucket {self.name!r}", self.groups)
         means: list[PendingMean | None] = []
+        numbers = gathers, self.updates.number & 255
         for slots in self._slots:
             if all(self._trainable.isdisjoint(self._members[each]) for each in slots.segments):
                 means.append(None)
@@ -404,11 +408,11 @@ class Bucket:
             for segment in slots.segments:
                 members = self._members[segment]
                 seen = {self.parameters[i].index for i in members if i in self._seen}
-                self.buffers[segment].complete_slots(seen, order)
+                self.buffers[segment].complete_slots(seen, numbers)
             means.append(slots.reduce(self.transport, self.workspace))
         borrowed = [slots.release() for slots in self._slots]
         self._reduction = Reduction(
-            means, borrowed, self._seen, order, is_first_step=self.replicas is not None
+            means, borrowed, self._seen, [numbers], is_first_step=self.replicas is not None
         )
         self._seen = set()
 
@@ -447,12 +451,7 @@ class Bucket:
             self._prepare_accumulation(buffer, members)
         mean.write_into(reduced, first, accumulate=bool(present))
         buffer.zero_grad_padding()
-        if buffer.device.type == "cpu" and buffer.read_order() != reduction.order:
-            raise RuntimeError(
-                f"ranks gathered buckets in different orders before {self._what}, so they computed "
-                f"with each other's parameters; every rank must run the same modules in the same "
-                f"order (VFSDP_DEBUG=1 names the first difference)"
-            )
+        self.proofs.check(buffer.proof(), reduction.numbers, self._what, self.groups, self.updates)
         for i in members:
             parameter = self.parameters[i]
             if not parameter.sharded.requires_grad:
@@ -465,7 +464,7 @@ class Bucket:
 
     def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
         """Makes the flat gradient hold exactly the gradients that the user sees."""
-        buffer.clear_order()
+        buffer.proof().zero_()
         for i in members:
             parameter = self.parameters[i]
             view = buffer.local_grad_view(parameter.index)

@@ -16,9 +16,9 @@ A segment has up to four flat tensors:
                                              until its reduction has finished
 
 F elements at the end of each gradient slot hold the seen-flags, 1 where this rank saw a gradient of
-the parameter, and a number that tells in which order this rank gathered buckets. They travel and
-are averaged with the gradients, so that afterwards every rank can tell "zero" from "no rank had
-one", and that ranks agree, without a collective of its own.
+the parameter, and what proves that ranks agree ([Note: proofs in reductions] in proofs.py). They
+travel and are averaged with the gradients, so that afterwards every rank can tell "zero" from "no
+rank had one", without a collective of its own.
 
 `unsharded` keeps one Storage for ever and only resizes it: tensors that autograd saved (a weight,
 its transpose) alias that Storage, and find the values again after the next unshard.
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from sharding.fsdp.proofs import NUMEL, Numbers, columns
 from sharding.planning.planner import SegmentPlan
 
 FLAG_ALIGN = 16  # slots stay 16-byte aligned in every dtype
@@ -44,7 +45,7 @@ FLAG_ALIGN = 16  # slots stay 16-byte aligned in every dtype
 
 def slot_numel(plan: SegmentPlan) -> int:
     """S + F, the elements of a rank's gradient slot of a segment; see [Note: buffer lifetimes]."""
-    return plan.shard_numel + -(-(len(plan.tensors) + 1) // FLAG_ALIGN) * FLAG_ALIGN
+    return plan.shard_numel + -(-(len(plan.tensors) + NUMEL) // FLAG_ALIGN) * FLAG_ALIGN
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,6 +153,8 @@ class DistributedBuffer:
         ]
         self.local_ranges = [self._local_range(i) for i in range(count)]
         self._gaps = self._local_gaps()
+        first = plan.shard_numel + count
+        self._proof = slice(first, first + NUMEL)  # columns of a slot
 
     @staticmethod
     def for_policy(
@@ -267,12 +270,12 @@ class DistributedBuffer:
             else:
                 target.copy_(source)
 
-    def complete_slots(self, seen: Collection[int], order: int) -> None:
-        """Writes what gradients did not: zeros, seen-flags, the order.
+    def complete_slots(self, seen: Collection[int], numbers: Numbers) -> None:
+        """Writes what gradients did not: zeros, seen-flags, proofs.
 
         Args:
             seen: Tensors that got a gradient; the others add zeros.
-            order: A number that must be the same on all ranks; see `read_order`.
+            numbers: Must be the same on all ranks; see [Note: proofs in reductions].
         """
         size, count = self.plan.shard_numel, len(self.plan.tensors)
         for index in range(count):
@@ -285,19 +288,11 @@ class DistributedBuffer:
         else:
             for index in seen:
                 slots[:, size + index].fill_(1)
-        slots[:, self._order_column].fill_(order)
+        slots[:, self._proof].copy_(columns(numbers, slots.dtype, slots.device))
 
-    def clear_order(self) -> None:
-        """Makes room for the next order where gradients are accumulated."""
-        self.reduced()[self._order_column].zero_()
-
-    def read_order(self) -> float:
-        """The average of the `order` of all ranks' slots; reads the device."""
-        return float(self.reduced()[self._order_column])
-
-    @property
-    def _order_column(self) -> int:
-        return self.plan.shard_numel + len(self.plan.tensors)
+    def proof(self) -> Tensor:
+        """(NUMEL,), the proofs of all ranks after their sum."""
+        return self.reduced()[self._proof]
 
     def _slots(self) -> Tensor:
         if self.grad_slots is None:

@@ -32,6 +32,7 @@ from sharding.fsdp.arguments import (
     parameter_sites,
     storage_device,
 )
+from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
 from sharding.fsdp.originals import mark_sharded, watch_optimizers
@@ -126,7 +127,7 @@ def fully_shard(
     sites = parameter_sites(modules, ignored)
     check_parameters(sites)
     check_optimizer(optimizer)
-    bucket = None
+    bucket, beginnings = None, None
     if sites:
         originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
         specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
@@ -148,6 +149,7 @@ def fully_shard(
             device=storage_device(originals, mesh),
         )
         bucket.initial_values = checksums(originals)
+        beginnings = Beginnings(originals, [each.local for each in bucket.parameters])
         if optimizer is not None:  # it may refuse, and then no module has changed
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
@@ -164,6 +166,7 @@ def fully_shard(
         reshard_after_forward=cast("bool | None", reshard_after_forward),
         optimizer=optimizer,
         ignored=ignored,
+        beginnings=beginnings,
     )
     for part in modules:
         attach_state(part, state)

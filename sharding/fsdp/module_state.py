@@ -23,6 +23,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sharding.checkpoint.load_checks import LoadCheck
 from sharding.fsdp.asked_by_torch import AskedByTorch, register
+from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
 from sharding.fsdp.kept_tensors import KeptTensors
@@ -61,6 +62,7 @@ class ModuleState(AskedByTorch):
         reshard_after_forward: `None` means yes, but not for the root and the last bucket.
         optimizer: What `fully_shard` was given, until the root has checked it.
         ignored: Parameters that `fully_shard` was told to leave alone.
+        beginnings: What this rank was given, until the root has compared it.
     """
 
     def __init__(
@@ -72,10 +74,12 @@ class ModuleState(AskedByTorch):
         reshard_after_forward: bool | None,
         optimizer: DeclaresStructure | None = None,
         ignored: Collection[nn.Parameter] = (),
+        beginnings: Beginnings | None = None,
     ) -> None:
         self.modules = tuple(modules)
         self.optimizer = optimizer
         self.ignored = ignored
+        self.beginnings = beginnings
         self.bucket = bucket
         self.mp_policy = mp_policy
         self.reshard_after_forward = reshard_after_forward
@@ -155,6 +159,17 @@ class ModuleState(AskedByTorch):
                 states.setdefault(state, name)
         return {name: state for state, name in states.items()}
 
+    def describe(self) -> str:
+        """What steers the collectives of this call, as text that ranks must have in common."""
+        ahead = [
+            [state.bucket.name for state in states if state.bucket is not None]
+            for states in (self.forward_prefetch, self.backward_prefetch)
+        ]
+        return (
+            f"reshard_after_forward={self.reshard_after_forward!r}, {self.mp_policy!r}, "
+            f"prefetched in forward and backward {ahead!r}"
+        )
+
     def join(self, context: RootContext, name: str) -> None:
         """Becomes one of the states of a root."""
         self.context = context
@@ -167,7 +182,7 @@ class ModuleState(AskedByTorch):
             self.bucket.set_workspace(context.workspace)
             # The graph of a backward may reach parameters before any module's hook.
             self.bucket.grad_arrived = context.begin_backward
-            self.bucket.gather_order = context.gather_order
+            self.bucket.proofs = context.proofs
 
     @property
     def in_backward(self) -> bool:

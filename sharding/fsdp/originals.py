@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from sharding.fsdp.gathered import gathered_from
+from sharding.fsdp.proofs import logs_of, record_update
 from sharding.fsdp.slots import check_step
 
 # Set on the original of a sharded parameter: whoever meets it later holds what no module has.
@@ -45,12 +46,13 @@ def check_hooks(originals: Iterable[weakref.ref[Tensor]]) -> None:
             )
 
 
-def _refuse_originals(
+def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
     """Raises before the step of an optimizer that was built before its model was sharded.
 
-    Its parameters get no gradients any more, so that the step would train nothing, in silence.
+    Its parameters get no gradients any more, so that the step would train nothing, in silence. Of
+    others it notes what they are told; see [Note: proofs in reductions] in proofs.py.
     """
     check_step(optimizer)
     if hasattr(optimizer, "rebind"):  # ours look by themselves, whenever their state is used
@@ -70,9 +72,11 @@ def _refuse_originals(
                     f"fully_shard, pass a vfsdp_optim optimizer to it as optimizer=, or put the "
                     f"sharded parameters into optimizer.param_groups"
                 )
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    record_update(type(optimizer).__name__, optimizer.param_groups, logs_of(parameters))
 
 
 @cache
 def watch_optimizers() -> None:
     """Has every optimizer of the process checked before its steps."""
-    register_optimizer_step_pre_hook(_refuse_originals)
+    register_optimizer_step_pre_hook(_before_step)

@@ -143,7 +143,9 @@ def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
     piece = torch.empty_like(sharded._local_tensor, dtype=held.dtype, device=device)
     local = RaggedDTensor.from_local(piece, mesh, sharded.placement, sharded.shape)
     local.copy_(held.detach())
-    torch.utils.swap_tensors(sharded, nn.Parameter(local, requires_grad=sharded.requires_grad))
+    materialised = nn.Parameter(local, requires_grad=sharded.requires_grad)
+    materialised.__dict__.update(sharded.__dict__)  # marks, which would be swapped too
+    torch.utils.swap_tensors(sharded, materialised)
 
 
 def check_converted_as_a_whole(parameters: Sequence[BucketParameter], bucket: str) -> None:

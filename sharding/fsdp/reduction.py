@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.fsdp.buffer import Workspace
+from sharding.fsdp.proofs import Numbers
 from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
 
@@ -89,7 +90,7 @@ class Reduction:
     means: list[PendingMean | None]  # None where no parameter is trainable
     borrowed: list[list[Tensor]]
     seen: set[int]
-    order: int  # what all ranks wrote into their slots, added up over the kept sums
+    numbers: list[Numbers]  # what this rank wrote into its slots, and into those of the kept sums
     is_first_step: bool  # whether replicas are still to be averaged
 
     def drop(self, workspace: Workspace, what: str) -> None:
@@ -106,7 +107,7 @@ class _Kept:
 
     sums: list[Tensor | None]  # (T,) of each `GradientSlots`
     seen: set[int]
-    order: int
+    numbers: list[Numbers]
 
 
 class Replicas:
@@ -144,7 +145,7 @@ class Replicas:
         reduction.means = [None] * len(totals)
         if not self.requires_all_reduce:
             sums = [None if total is None else _exact(total[0]) for total in totals]
-            self._kept = _Kept(sums, reduction.seen, reduction.order)
+            self._kept = _Kept(sums, reduction.seen, reduction.numbers)
             return
         for i, (total, tag) in enumerate(zip(totals, self.tags, strict=True)):
             if total is None:
@@ -165,7 +166,7 @@ class Replicas:
         if kept is None:
             return list(totals)
         reduction.seen |= kept.seen
-        reduction.order += kept.order
+        reduction.numbers += kept.numbers
         return [
             total if total is None or earlier is None else (earlier.add_(total[0]), total[1])
             for total, earlier in zip(totals, kept.sums, strict=True)

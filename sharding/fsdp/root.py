@@ -11,9 +11,9 @@ order of the previous iteration. Reductions are posted where backward has left a
 the order in which modules entered forward: a bucket waits until all that entered after it have
 posted theirs. What backward did not leave by then is posted at its end, in the same order.
 
-Ranks that run modules in different orders would swap parameters of equal size unnoticed. So a
-number that follows from the order of all gathers before this backward rides in every reduction
-(`GatherOrder`): a rank whose number is not the average raises before an optimizer sees a gradient.
+Ranks that run modules in different orders would swap parameters of equal size unnoticed. So what
+follows from the order of all gathers before this backward rides in every reduction: see
+[Note: proofs in reductions] in proofs.py.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from sharding.fsdp.beginnings import Beginnings, check_equal_beginnings
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace
 from sharding.fsdp.module_tree import ModuleTree
 from sharding.fsdp.originals import check_hooks
+from sharding.fsdp.proofs import Proofs
 from sharding.fsdp.reduction import ReductionsInFlight
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.agreement import check_same_on_all_ranks
-from sharding.transport.collectives import GatherOrder
 
 
 class State(Protocol):
@@ -45,11 +46,16 @@ class State(Protocol):
     bucket: Bucket | None
     optimizer: DeclaresStructure | None
     ignored: Collection[nn.Parameter]
+    beginnings: Beginnings | None
     open_calls: int
 
     @property
     def in_backward(self) -> bool:
         """Whether backward has entered a call of its module and not left it."""
+        ...
+
+    def describe(self) -> str:
+        """What steers its collectives, as text."""
         ...
 
     def begin_forward(self) -> None:
@@ -92,8 +98,8 @@ class RootContext:
         self._to_reduce: list[Bucket] = []  # of this backward; see [Note: order of collectives]
         self._in_flight = ReductionsInFlight()
         self._left: set[Bucket] = set()  # whose modules this backward has been through
-        self.gather_order = GatherOrder()
-        self._order_before_backward = 0
+        self.proofs = Proofs()
+        self._gathers_before_backward = 0
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -142,11 +148,21 @@ class RootContext:
         Raises:
             RuntimeError: On every rank, naming the first difference.
         """
-        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
-        for bucket in self.buckets:
-            by_mesh.setdefault(bucket.groups, []).append(bucket.describe())
-        for groups, texts in by_mesh.items():
+        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[tuple[State, Bucket]]] = {}
+        for state in self.states:
+            if (bucket := state.bucket) is not None:
+                by_mesh.setdefault(bucket.groups, []).append((state, bucket))
+        for groups, members in by_mesh.items():
+            texts = [f"{bucket.describe()}\n{state.describe()}" for state, bucket in members]
             check_same_on_all_ranks("\n".join(texts), groups, "the sharding plan")
+            began = [
+                (bucket.name, state.beginnings, [p.local for p in bucket.parameters])
+                for state, bucket in members
+                if state.beginnings is not None
+            ]
+            check_equal_beginnings(began, groups)
+            for state, _ in members:
+                state.beginnings = None
 
     def check_optimizers(self) -> None:
         """Proves once that optimizers passed to `fully_shard` hold nothing that no call took.
@@ -179,6 +195,7 @@ class RootContext:
         """Starts an iteration: nothing that an optimizer may have changed stays unsharded."""
         if self._has_raised:
             self.reset()
+        self.proofs.settle()
         self._in_forward = True
         self._builds_graph = torch.is_grad_enabled()
         for state in self.states:
@@ -247,12 +264,13 @@ class RootContext:
 
     def _open_backward(self) -> Callable[[], None]:
         """Returns what must be called at the end; in `in_backward` as long as it is alive."""
+        self.proofs.settle()
         at_end = partial(self._end_backward)
         self._at_end = weakref.ref(at_end)
         self.creates_graph = False
         self._to_reduce = []
         self._left.clear()
-        self._order_before_backward = self.gather_order.value
+        self._gathers_before_backward = self.proofs.gathers
         for bucket in reversed(self._unreduced):
             self._join_backward(bucket)
         return at_end
@@ -276,7 +294,7 @@ class RootContext:
             self._start_reduction(self._to_reduce.pop(0))
 
     def _start_reduction(self, bucket: Bucket) -> None:
-        self._in_flight.start(bucket, self._order_before_backward)
+        self._in_flight.start(bucket, self._gathers_before_backward)
 
     def _end_backward(self) -> None:
         """Reduces what is left, waits for everything, and leaves all buckets sharded."""
@@ -288,6 +306,7 @@ class RootContext:
             if bucket.requires_gradient_sync and bucket.has_gradients:
                 self._start_reduction(bucket)
         self._in_flight.finish()
+        self.proofs.send()
         # What waits for replicas is reduced by a later backward, also one that does not run it.
         self._unreduced = [
             b for b in self._unreduced if not b.requires_gradient_sync or b.keeps_sums

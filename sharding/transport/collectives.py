@@ -59,20 +59,6 @@ def is_pairwise(backend: str, world_size: int) -> bool:
     return backend == "gloo" and 1 < world_size <= PAIRWISE_MAX_RANKS
 
 
-class GatherOrder:
-    """A number that depends on the order in which this rank gathered buckets so far.
-
-    Below 256, so that bfloat16 holds it exactly.
-    """
-
-    def __init__(self) -> None:
-        self.value = 0
-
-    def record(self, tag: int) -> None:
-        """Notes that the bucket of this tag was gathered."""
-        self.value = (self.value * 31 + tag) % 251
-
-
 class Waitable(Protocol):
     """A handle of torch.distributed, or of several coalesced calls."""
 

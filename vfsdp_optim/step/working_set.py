@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharding.fsdp.proofs import UpdateLog, logs_of
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.given import named
@@ -38,6 +39,7 @@ class Layout:
         sharded: the parameters that are sharded by fully_shard of this library.
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
+        logs: where steps are noted; see [Note: proofs in reductions] in sharding/fsdp/proofs.py.
         key: what the layout depends on besides memory addresses.
         untouched: by number of a member whose zero state was made here, the version of each part
             then: torch counts what is written to it.
@@ -51,6 +53,7 @@ class Layout:
     sharded: list[Tensor]
     peers: list[Ranks]
     standing: Standing
+    logs: list[UpdateLog]
     key: object = None
     untouched: dict[int, dict[str, int]] = field(default_factory=dict)
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
@@ -112,8 +115,8 @@ def make_layout(
     }
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
     sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
-    left = leave(states, made)
-    return Layout(members, spans, steps, counting, sharded, peers, left, untouched=untouched)
+    left, logs = leave(states, made), logs_of(sharded)
+    return Layout(members, spans, steps, counting, sharded, peers, left, logs, untouched=untouched)
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
