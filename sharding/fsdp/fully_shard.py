@@ -76,8 +76,8 @@ def fully_shard(
         module: A module, or a list of modules that share one bucket.
         mesh: 1-D device mesh to shard over; by default all ranks. Or a 2-D mesh with named dims
             (HSDP): dim 0 replicates, dim 1 shards. Forward gathers within a replica, and backward
-            averages over all ranks. Replicas are taken to begin equal, as in torch: build the model
-            from one seed, or load a checkpoint (VFSDP_DEBUG=1 compares them).
+            averages over all ranks. All ranks are to begin with the same weights, from one seed or
+            from a checkpoint; samples of them are compared before the first forward.
         reshard_after_forward: Free the gathered parameters between forward and backward. `None`
             means yes, except for the root and for the bucket that forward used last, which
             backward would gather again at once.
