@@ -107,8 +107,8 @@ ORDER = {
         "huggingface",
         "model_sources",
         "parallelism",
-        "optimizer_facts",
         "step_buffers",
+        "optimizers",
         "training_setup",
         "update_scratch",
         "matrix_work",
@@ -154,7 +154,6 @@ PURE = [
     "vfsdp_optim.capacity.shapes",
     "vfsdp_optim.capacity.huggingface",
     "vfsdp_optim.capacity.parallelism",
-    "vfsdp_optim.capacity.optimizer_facts",
 ]
 # Packages of the repository that a package may not import, besides what ORDER forbids.
 FORBIDDEN = {

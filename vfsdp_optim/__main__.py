@@ -16,7 +16,7 @@ from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vfsdp_optim.capacity.advice import advise, search_layouts
 from vfsdp_optim.capacity.model_sources import model_names, read_model
-from vfsdp_optim.capacity.optimizer_facts import OPTIMIZERS, STATES
+from vfsdp_optim.capacity.optimizers import OPTIMIZERS, optimizer_name
 from vfsdp_optim.capacity.parallelism import Parallelism, divide
 from vfsdp_optim.capacity.picture import draw
 from vfsdp_optim.capacity.prediction import Capacity, measure
@@ -24,6 +24,7 @@ from vfsdp_optim.capacity.shapes import ITEMSIZE, ModelShapes
 from vfsdp_optim.capacity.step_buffers import Precision
 from vfsdp_optim.capacity.tables import capacity_table, search_table, to_json
 from vfsdp_optim.capacity.training_setup import BACKENDS, Granularity, Setup
+from vfsdp_optim.states.precision import STATES
 
 _EPILOG = """\
 models: {models}
@@ -58,7 +59,11 @@ _FLAGS: dict[str, dict[str, Any]] = {
     "--tp": dict(type=int, default=1, help="ranks that divide each matrix first"),
     "--ep": dict(type=int, default=1, help="ranks that divide the experts first"),
     "--pp": dict(type=int, default=1, help="stages of a pipeline; the largest is planned"),
-    "--optimizer": dict(default="adamw", help=f"{' or '.join(OPTIMIZERS)} (%(default)s)"),
+    "--optimizer": dict(
+        default="adamw",
+        help=f"{', '.join(OPTIMIZERS)}, or module:Class of an Algorithm or an optimizer of your "
+        "own; what is no matrix is left to AdamW where it needs matrices (%(default)s)",
+    ),
     "--states": dict(
         default="32bit", help=f"{' or '.join(STATES)}; 32bit is as wide as the parameters"
     ),
@@ -186,7 +191,7 @@ def _write(path: Path, text: str) -> None:
 def _title(model: ModelShapes, setup: Setup) -> str:
     return (
         f"{model.name}: {model.numel / 1e9:,.2f} billion parameters, "
-        f"{OPTIMIZERS[setup.optimizer]}, {setup.states} states, granularity {setup.granularity}"
+        f"{optimizer_name(setup.optimizer)}, {setup.states} states, granularity {setup.granularity}"
     )
 
 

@@ -23,7 +23,7 @@ _LONGEST = 1 << 30
 
 def can_fuse(run: Run) -> bool:
     """Return whether the kernel can do the run; else it is decoded, updated and encoded."""
-    if run.param.device.type != "cuda":
+    if run.device.type != "cuda":
         return False
     moments = [state for key, state in run.states.items() if key != MASTER]
     return (
@@ -56,9 +56,6 @@ def fused_adam(
     References: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/csrc/kernels.cu
         (kOptimizerStatic8bit2StateBlockwise)
     """
-    # Registers the operator; late, because it takes seconds.
-    import bitsandbytes  # noqa: F401
-
     mean, square = run.states["exp_avg"], run.states["exp_avg_sq"]
     assert isinstance(mean, BlockState), "see can_fuse"
     assert isinstance(square, BlockState), "see can_fuse"
@@ -69,15 +66,8 @@ def fused_adam(
     _check(run, weights, grad, mean, square)
     if weight_decay != 0:
         weights.mul_(1 - lr * weight_decay)  # the kernel would decay after the update
-    for start in range(0, numel, _LONGEST):
-        stop = min(start + _LONGEST, numel)
-        m, v = mean.narrow(start, stop), square.narrow(start, stop)
-        with _default_stream(weights.device):
-            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
-                "adam", grad[start:stop], weights[start:stop], m.codes[: stop - start],
-                v.codes[: stop - start], *betas, 0.0, 0.0, eps, int(run.step), lr, m.map.values,
-                v.map.values, m.absmax, v.absmax, 0.0, 1.0, False,
-            )  # fmt: skip
+    if not weights.is_meta:  # which has nothing to update
+        _update(weights, grad, mean, square, int(run.step), lr, betas, eps)
     square.codes.clamp_(min=1)
     _spread_nonfinite(grad, (mean.absmax, square.absmax))
     for start, stop in (*run.gaps, (numel, mean.codes.numel())):
@@ -85,6 +75,30 @@ def fused_adam(
         square.codes[start:stop] = square.map.zero
         weights[start:stop].zero_()  # eps may be 0, and the padding is 0 / 0 then
     rule.close(run.param, weights, (), scratch)
+
+
+def _update(
+    weights: Tensor,
+    grad: Tensor,
+    mean: BlockState,
+    square: BlockState,
+    step: int,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+) -> None:
+    # Registers the operator; late, because it takes seconds.
+    import bitsandbytes  # noqa: F401
+
+    for start in range(0, weights.numel(), _LONGEST):
+        stop = min(start + _LONGEST, weights.numel())
+        m, v = mean.narrow(start, stop), square.narrow(start, stop)
+        with _default_stream(weights.device):
+            torch.ops.bitsandbytes.optimizer_update_8bit_blockwise(
+                "adam", grad[start:stop], weights[start:stop], m.codes[: stop - start],
+                v.codes[: stop - start], *betas, 0.0, 0.0, eps, step, lr, m.map.values,
+                v.map.values, m.absmax, v.absmax, 0.0, 1.0, False,
+            )  # fmt: skip
 
 
 def _spread_nonfinite(grad: Tensor, scales: Iterable[Tensor]) -> None:

@@ -121,7 +121,7 @@ class MuonAlgorithm(MatrixAlgorithm):
             coefficients=group["ns_coefficients"],
             steps=group["ns_steps"],
             eps=group["eps"],
-            dtype=_newton_schulz_dtype(group, matrix.device),
+            dtype=group["ns_dtype"] or matrix.dtype,  # which is that of `wire_dtype`
             take=scratch.take,
         )
 

@@ -197,6 +197,16 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self._places.note(sharded[param], (g, i))
         self._layout = None
 
+    @property
+    def algorithms(self) -> Mapping[str, Algorithm]:
+        """The algorithms that groups may name; the first is that of groups that name none."""
+        return self._algorithms
+
+    @property
+    def max_exchange_bytes(self) -> int:
+        """Memory on a rank for the matrices that travel at a time."""
+        return self._max_exchange_bytes
+
     def plan(self) -> OptimizerPlan:
         """Return what a step does with each parameter, to print; communicates nothing."""
         layout = self._current_layout()

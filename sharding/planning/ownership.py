@@ -73,6 +73,16 @@ class OwnerPlan:
         return sum(u.returned(owner) for u, owner in zip(self.units, self.owners, strict=True))
 
     @property
+    def sent_numels(self) -> tuple[int, ...]:
+        """Elements that leave each rank in one step, to owners and back."""
+        sent = [0] * self.world_size
+        for unit, owner in zip(self.units, self.owners, strict=True):
+            sent[owner] += unit.returned(owner)
+            for rank, start, stop in unit.way_pieces(owner, copies=False):
+                sent[rank] += (stop - start) * (rank != owner)
+        return tuple(sent)
+
+    @property
     def skew(self) -> float:
         """Sum over waves of the busiest rank's work, over the work of a rank if all were equal."""
         total = sum(self.loads)

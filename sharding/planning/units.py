@@ -112,6 +112,11 @@ class UnitSpec:
         """
         return self.numel * (1 + self.replicas) if two_ways else self.numel
 
+    def way_pieces(self, owner: int, *, copies: bool) -> tuple[tuple[int, int, int], ...]:
+        """Return (rank, start, stop) of what an owner is sent, or of all `copies`, which it returns
+        to; its own pieces, which do not travel, among them."""
+        return self.all_pieces() if copies else self.pieces(self.replica_of(owner))
+
     def slot_use(self, owner: int, *, two_ways: bool) -> list[tuple[int, int]]:
         """Return (rank, elements) of the slots that the unit takes up while it travels.
 
@@ -119,11 +124,12 @@ class UnitSpec:
             owner: rank that computes it.
             two_ways: whether the way back has slots of its own, as it has where units have copies.
         """
-        copy = self.pieces(self.replica_of(owner))
+        copy = self.way_pieces(owner, copies=False)
         there = [(rank, stop - start) for rank, start, stop in copy if rank != owner]
         there.append((owner, self.numel))
         if not two_ways:
             return there
-        back = [(rank, stop - start) for rank, start, stop in self.all_pieces() if rank != owner]
+        all_copies = self.way_pieces(owner, copies=True)
+        back = [(rank, stop - start) for rank, start, stop in all_copies if rank != owner]
         back.append((owner, self.replicas * self.numel))
         return there + back

@@ -58,7 +58,48 @@ class _Way:
     @property
     def owned_start(self) -> int:
         """Where `owned` starts in a slot, behind `held`."""
-        return -(-self.held_numel // SLOT_ALIGN) * SLOT_ALIGN
+        return _owned_start(self.held_numel)
+
+
+def _owned_start(held_numel: int) -> int:
+    return -(-held_numel // SLOT_ALIGN) * SLOT_ALIGN
+
+
+def slot_count(plan: OwnerPlan) -> int:
+    """Return how many slots each way has; see [Note: slots of the exchange]."""
+    return min(SLOTS, len(plan.waves))
+
+
+def slot_numels(plan: OwnerPlan) -> tuple[int, ...]:
+    """Return the elements that `Exchange` reserves on each rank, in the slots of both ways.
+
+    Marks, a few elements for each peer, are left out; they depend on what is a parameter.
+    """
+    copies = any(plan.units[i].replicas > 1 for wave in plan.waves for i in wave)
+    reserved = [0] * plan.world_size
+    for back in (False, True) if copies else (False,):
+        largest = [0] * plan.world_size
+        for wave in plan.waves:
+            for rank, numel in _wave_numels(plan, wave, copies=back).items():
+                largest[rank] = max(largest[rank], numel)
+        reserved = [a + slot_count(plan) * b for a, b in zip(reserved, largest, strict=True)]
+    return tuple(reserved)
+
+
+def _wave_numels(plan: OwnerPlan, wave: tuple[int, ...], *, copies: bool) -> dict[int, int]:
+    """Return the elements of a slot that each rank fills in one wave."""
+    held: dict[int, int] = {}
+    owned: dict[int, int] = {}
+    for i in wave:
+        owner = plan.owners[i]
+        for rank, start, stop in plan.units[i].way_pieces(owner, copies=copies):
+            owned[owner] = owned.get(owner, 0) + stop - start
+            if rank != owner:
+                held[rank] = held.get(rank, 0) + stop - start
+    return {
+        rank: _owned_start(held.get(rank, 0)) + owned.get(rank, 0)
+        for rank in held.keys() | owned.keys()
+    }
 
 
 class _Slots:
@@ -282,8 +323,7 @@ def _way(
     incoming: list[list[tuple[int, int, int]]] = [[] for _ in range(plan.world_size)]
     for i in wave:
         owner, unit = plan.owners[i], plan.units[i]
-        pieces = unit.all_pieces() if copies else unit.pieces(unit.replica_of(owner))
-        for holder, start, stop in pieces:
+        for holder, start, stop in unit.way_pieces(owner, copies=copies):
             if holder == rank and owner != rank:
                 outgoing[owner].append((i, stop - start))
                 held_splits[owner] += stop - start

@@ -21,34 +21,15 @@ from sharding.planning.structure import FullMatrix
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.collectives import Transport
 from sharding.transport.exchange import Exchange
-from vfsdp_optim.adamw import AdamWAlgorithm
-from vfsdp_optim.algorithm import MatrixAlgorithm
 from vfsdp_optim.capacity.model_sources import module_shapes
-from vfsdp_optim.capacity.optimizer_facts import (
-    ALGORITHMS,
-    CPU_CHUNK,
-    MAX_EXCHANGE_BYTES,
-    MIN_QUANTIZED_NUMEL,
-    OPTIMIZERS,
-    PACKED_CHUNK,
-    PACKED_CPU_CHUNK,
-    QUANTIZED_BLOCK,
-    STATES,
-    algorithm_of,
-    newton_schulz_cost,
-)
+from vfsdp_optim.capacity.optimizers import OPTIMIZERS, block_optimizer
 from vfsdp_optim.capacity.parallelism import Parallelism, divide
 from vfsdp_optim.capacity.prediction import Capacity, measure
 from vfsdp_optim.capacity.shapes import ModelShapes, sort_into_buckets
 from vfsdp_optim.capacity.step_buffers import Precision
 from vfsdp_optim.capacity.training_setup import Setup
-from vfsdp_optim.muon import MuonAlgorithm
-from vfsdp_optim.newton_schulz import newton_schulz_cost as real_cost
-from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES as REAL_MAX_EXCHANGE_BYTES
-from vfsdp_optim.states.block_codec import BLOCK
-from vfsdp_optim.states.precision import SMALLEST_8BIT
+from vfsdp_optim.states.precision import STATES
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step import runs
 
 CONFIG = GPTConfig(layers=4, width=96, heads=2, context=16)
 TOLERANCE = 0.02
@@ -335,23 +316,6 @@ def test_predicted_traffic_and_layouts_are_those_of_a_step(ranks: int) -> None:
     assert (ranks == 4) == (capacity.traffic.exchange > 0)  # on 4 ranks a matrix is cut
 
 
-def test_facts_on_optimizers_are_those_of_the_optimizers() -> None:
-    real = {"adamw": AdamWAlgorithm(), "muon": MuonAlgorithm()}
-    assert ALGORITHMS.keys() == real.keys()
-    for name, algorithm in real.items():
-        keys = algorithm.state_keys(dict(algorithm.defaults))
-        assert ALGORITHMS[name].states == len(keys)
-        assert ALGORITHMS[name].needs_matrices == isinstance(algorithm, MatrixAlgorithm)
-    for name in OPTIMIZERS.values():
-        assert issubclass(getattr(vfsdp_optim, name), torch.optim.Optimizer)
-    assert MAX_EXCHANGE_BYTES == REAL_MAX_EXCHANGE_BYTES
-    assert (CPU_CHUNK, PACKED_CPU_CHUNK) == (runs._CHUNK, runs._COPIED_CHUNK)
-    assert PACKED_CHUNK == runs._DEVICE_CHUNK
-    assert (QUANTIZED_BLOCK, MIN_QUANTIZED_NUMEL) == (BLOCK, SMALLEST_8BIT)
-    for rows, cols in [(3, 7), (64, 16), (5, 5)]:
-        assert newton_schulz_cost(rows, cols) == real_cost(rows, cols, steps=5)
-
-
 class Zoo(nn.Module):
     """Every kind of module that `param_groups` tells apart."""
 
@@ -379,11 +343,14 @@ class Zoo(nn.Module):
 def test_routes_of_parameters_are_those_of_param_groups() -> None:
     with torch.device("meta"):
         model = Zoo()
-    table = {
-        tensor.name: tensor
-        for bucket in sort_into_buckets(module_shapes(model))
-        for tensor in bucket.tensors
-    }
+    table = {}
+    algorithms = {}
+    for bucket in sort_into_buckets(module_shapes(model)):
+        block = block_optimizer("muon", "32bit", bucket.tensors, "gloo")
+        for i, tensor in enumerate(bucket.tensors):
+            table[tensor.name] = tensor
+            member = block.members.get(i)
+            algorithms[tensor.name] = "frozen" if member is None else block.algorithm(member).name
     routes = {
         route.fqn.removeprefix("blocks.0."): route
         for route in vfsdp_optim.param_groups(model).routes
@@ -391,7 +358,7 @@ def test_routes_of_parameters_are_those_of_param_groups() -> None:
     }
     assert table.keys() == routes.keys()
     for name, tensor in table.items():
-        assert algorithm_of("muon", tensor) == routes[name].algorithm, name
+        assert algorithms[name] == routes[name].algorithm, name
         if routes[name].algorithm == "muon":
             matrices = (
                 FullMatrix() if tensor.matrices is None else FullMatrix.parse(tensor.matrices)

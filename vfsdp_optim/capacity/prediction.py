@@ -1,17 +1,16 @@
-"""What a model takes on a number of ranks: padding, memory, traffic, balance. Pure integers.
+"""What a model takes on a number of ranks: padding, memory, traffic, balance.
 
 Nothing here runs: buckets are negotiated as `fully_shard(optimizer=...)` negotiates them, and the
 tensors that a step allocates are counted. Not counted: activations, the full gradient of the
 parameter that autograd just finished, the allocator's own losses.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
 from sharding.planning.negotiation import BucketPlan, negotiate
-from vfsdp_optim.capacity.matrix_work import MatrixWork, matrix_work
-from vfsdp_optim.capacity.optimizer_facts import MAX_EXCHANGE_BYTES, newton_schulz_cost, state_bytes
+from vfsdp_optim.capacity.matrix_work import Block, MatrixWork, matrix_work
 from vfsdp_optim.capacity.parallelism import DividedBucket, DividedModel
 from vfsdp_optim.capacity.shapes import ITEMSIZE
 from vfsdp_optim.capacity.step_buffers import (
@@ -21,7 +20,7 @@ from vfsdp_optim.capacity.step_buffers import (
     unsharded_peak,
 )
 from vfsdp_optim.capacity.training_setup import Setup
-from vfsdp_optim.capacity.update_scratch import update_scratch
+from vfsdp_optim.capacity.update_scratch import Need, Needs, update_scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,10 +175,9 @@ def plan_buckets(
     planned = []
     for bucket in model.buckets:
         progress(f"{bucket.shapes.name} on {bucket.world_size} ranks")
-        specs = [setup.spec(tensor) for tensor in bucket.shapes.tensors]
         plan = negotiate(
             bucket.shapes.name,
-            specs,
+            setup.specs(bucket.shapes),
             bucket.world_size,
             resident_padding=setup.resident_padding,
         )
@@ -285,14 +283,15 @@ def _matrix_works(
     model: DividedModel, planned: Sequence[PlannedBucket], setup: Setup
 ) -> list[tuple[MatrixWork, int]]:
     """The matrix part on each mesh, and how many shard ranks share a position of it."""
-    meshes: dict[tuple[int, int], list[tuple[BucketPlan, int]]] = {}
+    meshes: dict[tuple[int, int], list[Block]] = {}
     for bucket in planned:
         mesh = bucket.divided.world_size, bucket.divided.per_position
-        meshes.setdefault(mesh, []).append((bucket.plan, bucket.count))
-    copies, slot_numel = model.parallelism.replicate, MAX_EXCHANGE_BYTES // _wire_itemsize(setup)
+        optimizer = setup.block_optimizer(bucket.divided.shapes)
+        meshes.setdefault(mesh, []).append(Block(bucket.plan, optimizer, bucket.count))
     return [
-        (matrix_work(own, size, copies, slot_numel=slot_numel, cost=newton_schulz_cost), per)
+        (matrix_work(own, size, model.parallelism.replicate, wire), per)
         for (size, per), own in meshes.items()
+        for wire in {wire: None for block in own for wire in block.wires()}
     ]
 
 
@@ -302,19 +301,12 @@ def _states_by_rank(
     parts = []
     for bucket in planned:
         held = [0] * bucket.divided.world_size
-        for tensor, (which, index) in zip(
-            bucket.divided.shapes.tensors, bucket.plan.location, strict=True
-        ):
+        optimizer = setup.block_optimizer(bucket.divided.shapes)
+        for i, (which, index) in enumerate(bucket.plan.location):
             for rank, start, stop in bucket.plan.segments[which].ranges(index):
-                own = state_bytes(setup.optimizer, setup.states, tensor, stop - start)
-                held[rank] += bucket.count * own
+                held[rank] += bucket.count * optimizer.state_bytes(i, stop - start)
         parts.append((held, bucket.divided.per_position))
     return _by_rank(model, parts)
-
-
-def _wire_itemsize(setup: Setup) -> int:
-    """Newton-Schulz runs in bfloat16 on CUDA and in float32 on the CPU; so travel its matrices."""
-    return 2 if setup.backend == "nccl" else 4
 
 
 def _exchange_by_rank(
@@ -324,22 +316,22 @@ def _exchange_by_rank(
     setup: Setup,
 ) -> tuple[int, ...]:
     """Slots of the exchange, and the scratch of both kinds of updates."""
-    ranks, wire = model.parallelism.shard_ranks, _wire_itemsize(setup)
-    scratch: dict[tuple[str, int], list[int]] = {}
+    ranks = model.parallelism.shard_ranks
+    scratch: Needs = {}
+    kinds: list[tuple[Mapping[Need, Sequence[int]], int]] = [
+        (work.scratch, per) for work, per in works
+    ]
     for bucket in planned:
-        own = update_scratch(bucket.plan, bucket.divided.shapes.tensors, setup)
-        for key, values in own.items():
-            most = scratch.setdefault(key, [0] * ranks)
+        own = update_scratch(bucket.plan, setup.block_optimizer(bucket.divided.shapes))
+        kinds.append((own, bucket.divided.per_position))
+    for needs, per in kinds:
+        for need, values in needs.items():
+            most = scratch.setdefault(need, [0] * ranks)
             for rank in range(ranks):
-                most[rank] = max(most[rank], values[rank // bucket.divided.per_position])
-    for work, per in works:
-        for purpose, by_shard in work.scratch.items():
-            most = scratch.setdefault((purpose, wire), [0] * ranks)
-            for rank in range(ranks):
-                most[rank] = max(most[rank], by_shard[rank // per])
+                most[rank] = max(most[rank], values[rank // per])
     slots = _by_rank(model, [(work.slots, per) for work, per in works])
     return tuple(
-        wire * slots[rank] + sum(size * most[rank] for (_, size), most in scratch.items())
+        slots[rank] + sum(dtype.itemsize * most[rank] for (_, dtype), most in scratch.items())
         for rank in range(ranks)
     )
 
@@ -360,7 +352,7 @@ def _traffic(
         gather=sum(gathers[name] * own.gathered for name, own in buffers.items()),
         reduce=sum(b.count * buffers[b.name].reduced for b in planned),
         replicate=sum(b.count * buffers[b.name].replicated for b in planned),
-        exchange=max(moved) * _wire_itemsize(setup),
+        exchange=max(moved),
     )
 
 
@@ -369,11 +361,12 @@ def _torch_shards(planned: Sequence[PlannedBucket], setup: Setup, numel: int) ->
     padded = at_rest = 0
     for bucket in planned:
         ranks, per = bucket.divided.world_size, bucket.divided.per_position
-        for tensor in bucket.divided.shapes.tensors:
+        optimizer = setup.block_optimizer(bucket.divided.shapes, states="32bit")
+        for i, tensor in enumerate(bucket.divided.shapes.tensors):
             rows = -(-(tensor.shape or (1,))[0] // ranks)
             piece = rows * prod(tensor.shape[1:])
             padded += bucket.count * per * ranks * piece
-            states = state_bytes(setup.optimizer, "32bit", tensor, piece)
+            states = optimizer.state_bytes(i, piece)
             tensors = 1 + tensor.trainable  # itself, and its gradient
             at_rest += bucket.count * (tensors * piece * ITEMSIZE[tensor.dtype] + states)
     return TorchShards(padded / numel - 1, at_rest)

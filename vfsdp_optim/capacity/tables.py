@@ -7,6 +7,7 @@ from typing import Any
 from rich.table import Table
 
 from sharding.planning.plan_file import FORMAT, bucket_to_json
+from vfsdp_optim.capacity.optimizers import optimizer_name
 from vfsdp_optim.capacity.parallelism import Parallelism
 from vfsdp_optim.capacity.prediction import Capacity
 from vfsdp_optim.capacity.shapes import ModelShapes
@@ -130,7 +131,9 @@ def to_json(
         "format": FORMAT,
         "model": model.name,
         "source": model.source,
-        "optimizer": setup.optimizer,
+        "optimizer": (
+            setup.optimizer if isinstance(setup.optimizer, str) else optimizer_name(setup.optimizer)
+        ),
         "states": setup.states,
         "granularity": str(setup.granularity),
         "backend": setup.backend,

@@ -1,14 +1,22 @@
-"""What a model is trained with, as far as its layout and its memory depend on it. Pure data."""
+"""What a model is trained with, as far as its layout and its memory depend on it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from sharding.planning.negotiation import ParamSpec
 from sharding.planning.structure import Blocks, Demand, FullMatrix
-from vfsdp_optim.capacity.optimizer_facts import OPTIMIZERS, STATES, algorithm_of
-from vfsdp_optim.capacity.shapes import TensorShape
+from vfsdp_optim.capacity.optimizers import (
+    DEVICES,
+    BlockOptimizer,
+    Choice,
+    block_optimizer,
+    find_optimizer,
+)
+from vfsdp_optim.capacity.shapes import BucketShapes, TensorShape
 from vfsdp_optim.capacity.step_buffers import Precision
+from vfsdp_optim.states.precision import STATES
 
-BACKENDS = ("nccl", "gloo")
+BACKENDS = tuple(DEVICES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +73,8 @@ class Setup:
     """What is trained with.
 
     Attributes:
-        optimizer: "adamw" or "muon".
+        optimizer: "adamw", "muon", "module:Class", an `Algorithm`, or a class of optimizers that
+            takes groups. What a `MatrixAlgorithm` cannot take is left to AdamW.
         states: "32bit" (as wide as the parameter) or "8bit".
         granularity: What may not be cut.
         precision: Dtypes of compute and reduction.
@@ -76,7 +85,7 @@ class Setup:
         ValueError: An unknown optimizer, state format or backend.
     """
 
-    optimizer: str = "adamw"
+    optimizer: Choice = "adamw"
     states: str = "32bit"
     granularity: Granularity = Granularity()
     precision: Precision = Precision()  # noqa: RUF009  (frozen)
@@ -87,23 +96,33 @@ class Setup:
         """Checks the attributes."""
         if not self.resident_padding >= 0:
             raise ValueError(f"resident_padding must be >= 0, got {self.resident_padding!r}.")
-        for key, known in (("optimizer", OPTIMIZERS), ("states", STATES), ("backend", BACKENDS)):
+        find_optimizer(self.optimizer)
+        for key, known in (("states", STATES), ("backend", BACKENDS)):
             if getattr(self, key) not in known:
                 raise ValueError(
                     f"{key}: expected one of {', '.join(known)}, got {getattr(self, key)!r}"
                 )
 
-    def spec(self, tensor: TensorShape) -> ParamSpec:
-        """What the negotiation is told of a parameter."""
-        by = OPTIMIZERS[self.optimizer]
-        demand = self.granularity.demand(tensor)
-        demands = [] if demand is None else [demand]
-        group = algorithm_of(self.optimizer, tensor)
-        if group != "frozen":
-            demands.append(Demand(Blocks(256), "stored", by))
-        if group == "muon" and tensor.matrices is not None:
-            demands.append(Demand(FullMatrix.parse(tensor.matrices), "step", by))
-            group = f"{group} {tensor.matrices}"
-        return ParamSpec(
-            tensor.name, tensor.shape, tensor.dtype, tuple(demands), group, tensor.trainable
-        )
+    def block_optimizer(self, shapes: BucketShapes, states: str | None = None) -> BlockOptimizer:
+        """The optimizer of the parameters of one block; `states` in the place of its own."""
+        choice: Any = self.optimizer  # classes are hashable, which their type does not say
+        return block_optimizer(choice, states or self.states, shapes.tensors, self.backend)
+
+    def specs(self, shapes: BucketShapes) -> list[ParamSpec]:
+        """What the negotiation is told of the parameters of one block."""
+        block = self.block_optimizer(shapes)
+        specs = []
+        for i, tensor in enumerate(shapes.tensors):
+            own = self.granularity.demand(tensor)
+            demands = (*([] if own is None else [own]), *block.demands(i))
+            specs.append(
+                ParamSpec(
+                    tensor.name,
+                    tensor.shape,
+                    tensor.dtype,
+                    demands,
+                    block.group_key(i),
+                    tensor.trainable,
+                )
+            )
+        return specs

@@ -1,122 +1,152 @@
-"""Working memory that an optimizer's updates keep from step to step, on each rank. Pure integers.
+"""Working memory that an optimizer's updates keep from step to step, on each rank.
 
-The optimizer keeps one tensor per purpose and dtype, as large as the largest use of it. Purposes
-here are those of `vfsdp_optim`: denominators of AdamW; the numbers that 8-bit codes stand for, with
-what coding and decoding them takes; inputs of matrices.
+Lets the updates of every length and shape that a rank has run once on the meta device, where
+tensors take no memory, and reads off what they took of the scratch they were handed. The optimizer
+keeps one tensor for each purpose and dtype, as large as the largest use of it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
 
 from sharding.planning.negotiation import BucketPlan
-from vfsdp_optim.capacity.optimizer_facts import (
-    CPU_CHUNK,
-    PACKED_CHUNK,
-    PACKED_CPU_CHUNK,
-    QUANTIZED_BLOCK,
-    algorithm_of,
-    is_quantized,
-    state_itemsize,
-)
-from vfsdp_optim.capacity.shapes import TensorShape
-from vfsdp_optim.capacity.training_setup import Setup
+from vfsdp_optim.algorithm import Algorithm
+from vfsdp_optim.capacity.optimizers import BlockOptimizer
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.runs import Member, Run, piece_numel
+from vfsdp_optim.step.units import Job
 
-# (purpose, bytes of an element) -> elements, by rank of the bucket's mesh.
-Scratch = dict[tuple[str, int], list[int]]
+Need = tuple[str, torch.dtype]
+"""A purpose, and the dtype of its memory."""
+
+Needs = dict[Need, list[int]]
+"""Elements by rank."""
+
+_META = torch.device("meta")
+_THREADS = 1  # of a CPU; each more works on a piece of its own
+Key = TypeVar("Key")
 
 
-def update_scratch(plan: BucketPlan, tensors: Sequence[TensorShape], setup: Setup) -> Scratch:
-    """What the updates of one bucket need on each rank.
+def update_scratch(plan: BucketPlan, block: BlockOptimizer) -> Needs:
+    """What the updates of one bucket need on each rank of its mesh, matrices apart.
 
     Args:
         plan: Of the bucket.
-        tensors: Its parameters, in the order of the plan.
-        setup: Optimizer, states and backend.
+        block: The optimizer of its parameters, in the order of the plan.
     """
-    scratch: Scratch = {}
-    limit = PACKED_CPU_CHUNK if setup.backend == "gloo" else PACKED_CHUNK
-    for algorithm, packed, itemsize, rank, numel in _runs(plan, tensors, setup):
-        if packed and algorithm == "adamw" and setup.backend == "nccl":
-            continue  # one kernel decodes, updates and encodes
-        if packed:
-            _need_codes(scratch, _STATES[algorithm], rank, _chunk(numel, limit), plan)
-            if algorithm == "adamw":
-                _need(scratch, ("", 4), rank, _chunk(numel, limit), plan)
-        elif algorithm == "adamw":
-            longest = CPU_CHUNK if setup.backend == "gloo" else numel
-            _need(scratch, ("", itemsize), rank, _chunk(numel, longest), plan)
-    for i, tensor in enumerate(tensors):
-        if algorithm_of(setup.optimizer, tensor) == "muon" and is_quantized(setup.states, tensor):
-            which, index = plan.location[i]
-            for unit in plan.params[i].step_units:
-                stop = unit.start + unit.numel
-                for rank, a, b in plan.segments[which].ranges(index, unit.start, stop):
-                    b = min(
-                        b, a + _chunk(b - a, limit)
-                    )  # decoded in pieces, of which none is longer
-                    numel = _whole_blocks(b) - a // QUANTIZED_BLOCK * QUANTIZED_BLOCK
-                    _need_decoded(scratch, "read momentum_buffer", rank, numel, plan)
-    return scratch
+    needs: Needs = {}
+    ranks = plan.segments[0].world_size if plan.segments else 1
+    seen: dict[object, Mapping[Need, int]] = {}
+    for member, rank, numel in _runs(plan, block):
+        key = member.group, *member.formats.items(), numel
+        if key not in seen:
+            seen[key] = run_scratch(block, member, numel)
+        most(needs, seen[key], rank, ranks)
+    for i, jobs in block.jobs.items():
+        which, index = plan.location[i]
+        for job in jobs:
+            unit, member = job.unit, job.member
+            aligned = max((f.unit for f in member.formats.values()), default=1)
+            for rank, start, stop in plan.segments[which].ranges(
+                index, unit.start, unit.start + unit.numel
+            ):
+                key = member.group, *member.formats.items(), start % aligned, stop - start
+                if key not in seen:
+                    seen[key] = piece_scratch(block, job, start, stop)
+                most(needs, seen[key], rank, ranks)
+    return needs
 
 
-_STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "muon": ("momentum_buffer",)}
+def most(needs: Needs, own: Mapping[Need, int], rank: int, ranks: int) -> None:
+    """Raise what a rank needs to `own`."""
+    for need, numel in own.items():
+        by_rank = needs.setdefault(need, [0] * ranks)
+        by_rank[rank] = max(by_rank[rank], numel)
 
 
-def _runs(
-    plan: BucketPlan, tensors: Sequence[TensorShape], setup: Setup
-) -> Iterator[tuple[str, bool, int, int, int]]:
-    """(algorithm, whether its states are codes, their itemsize, rank, elements) of the runs.
+def run_scratch(block: BlockOptimizer, member: Member, numel: int) -> Mapping[Need, int]:
+    """What the element-wise update of a run of `numel` elements takes, a run of such members."""
 
-    A run is what is updated at once: neighbours of one algorithm and format on one rank.
+    def run_of(length: int) -> Run:
+        param, grad = (
+            torch.empty(length, dtype=member.param.dtype, device=_META) for _ in range(2)
+        )
+        states = {key: f.allocate(length, _META) for key, f in member.formats.items()}
+        return Run(member.group, [member], param, grad, states, (), step=1.0)
+
+    algorithm, group = block.algorithm(member), block.group(member)
+    run = run_of(numel)
+    longest = piece_numel(numel, block.device.type, _THREADS, copied=run.copied)
+    if longest < numel:
+        run = run_of(longest)
+    return _followed(algorithm, lambda scratch: algorithm.update_run(group, run, scratch))
+
+
+def piece_scratch(block: BlockOptimizer, job: Job, start: int, stop: int) -> Mapping[Need, int]:
+    """What a rank that holds elements start:stop of a parameter takes to send them as input of a
+    unit, and to apply the update."""
+    param = job.member.param
+    # What is decoded is so in pieces, of which none is longer than the first.
+    numel = piece_numel(stop - start, block.device.type, _THREADS, copied=True)
+    flat = torch.empty(param.numel(), dtype=param.dtype, device=_META)
+    wire = torch.empty(numel, dtype=block.wire(job), device=_META)
+
+    def follow(scratch: Scratch) -> None:
+        own = replace(job, start=start, numel=numel, scratch=scratch)
+        own.write_input(flat, wire)
+        own.apply(flat, wire, skip=False)
+
+    return _followed(job.algorithm, follow)
+
+
+def unit_scratch(block: BlockOptimizer, job: Job) -> Mapping[Need, int]:
+    """What the rank that computes a unit takes."""
+
+    def follow(scratch: Scratch) -> None:
+        own = replace(job, scratch=scratch)
+        own.update(own.room(block.wire(job), _META), scratch)
+
+    return _followed(job.algorithm, follow)
+
+
+def _followed(algorithm: Algorithm, follow: Callable[[Scratch], None]) -> Mapping[Need, int]:
+    scratch = Scratch()
+    try:
+        with torch.no_grad():
+            follow(scratch)
+    except (RuntimeError, NotImplementedError) as error:
+        raise ValueError(
+            f"algorithm {algorithm.name!r}: a plan follows its update on tensors of the meta "
+            f"device, which have shapes and no numbers, and there it failed: {error}; leave out "
+            "what reads numbers on the host, such as item()"
+        ) from error
+    return scratch.sizes
+
+
+def _runs(plan: BucketPlan, block: BlockOptimizer) -> Iterator[tuple[Member, int, int]]:
+    """(one of its members, rank, elements) of what is updated at once.
+
+    Neighbours of one group and format on one rank; see [Note: spans and runs] in runs.py.
     """
-    members = {place: i for i, place in enumerate(plan.location)}
+    members = {place: block.members.get(i) for i, place in enumerate(plan.location)}
     for which, segment in enumerate(plan.segments):
-        chains: list[tuple[tuple[str, bool, int], int, int]] = []
+        chains: list[tuple[Member, int, int]] = []
         for index in segment.order:
-            tensor = tensors[members[which, index]]
-            if not tensor.numel:
+            member, start = members[which, index], segment.offsets[index]
+            if member is None or not member.numel:
                 continue
-            kind = (
-                algorithm_of(setup.optimizer, tensor),
-                is_quantized(setup.states, tensor),
-                state_itemsize(setup.states, tensor),
-            )
-            start = segment.offsets[index]
-            if chains and chains[-1][0] == kind:
-                chains[-1] = kind, chains[-1][1], start + tensor.numel
+            stop = start + member.numel
+            if chains and _alike(chains[-1][0], member):
+                chains[-1] = chains[-1][0], chains[-1][1], stop
             else:
-                chains.append((kind, start, start + tensor.numel))
+                chains.append((member, start, stop))
         size = segment.shard_numel
-        for kind, start, stop in chains:
+        for member, start, stop in chains:
             for rank in range(start // size, (stop - 1) // size + 1):
-                yield *kind, rank, min(stop, (rank + 1) * size) - max(start, rank * size)
+                yield member, rank, min(stop, (rank + 1) * size) - max(start, rank * size)
 
 
-def _chunk(numel: int, limit: int) -> int:
-    """Elements of a piece of a run that is cut into equal ones, none above the limit."""
-    return _whole_blocks(-(-numel // -(-numel // limit))) if numel > limit else numel
-
-
-def _whole_blocks(numel: int) -> int:
-    return -(-numel // QUANTIZED_BLOCK) * QUANTIZED_BLOCK
-
-
-def _need(scratch: Scratch, key: tuple[str, int], rank: int, numel: int, plan: BucketPlan) -> None:
-    most = scratch.setdefault(key, [0] * plan.segments[0].world_size)
-    most[rank] = max(most[rank], numel)
-
-
-def _need_decoded(scratch: Scratch, purpose: str, rank: int, numel: int, plan: BucketPlan) -> None:
-    """Numbers in fp32, and the codes as indices."""
-    _need(scratch, (purpose, 4), rank, numel, plan)
-    _need(scratch, ("codec", 8), rank, numel, plan)
-
-
-def _need_codes(
-    scratch: Scratch, states: Sequence[str], rank: int, numel: int, plan: BucketPlan
-) -> None:
-    """The same, and what encoding takes: half of each number, and where it is above a bound."""
-    numel = _whole_blocks(numel)
-    for state in states:
-        _need_decoded(scratch, state, rank, numel, plan)
-    _need(scratch, ("codec", 4), rank, numel, plan)
-    _need(scratch, ("codec", 1), rank, numel, plan)
+def _alike(a: Member, b: Member) -> bool:
+    return a.group == b.group and a.formats == b.formats

@@ -24,7 +24,8 @@ from vfsdp_optim.states.weights import MASTER, InPlace, MasterCopy, RandomRoundi
 # bitsandbytes, there of the local size.
 SMALLEST_8BIT = 4096
 
-_CHOICES = {"states": ("32bit", "8bit"), "unaligned": ("raise", "local_blocks")}
+STATES = ("32bit", "8bit")
+_CHOICES = {"states": STATES, "unaligned": ("raise", "local_blocks")}
 _IN_PLACE, _MASTER_COPY, _RANDOM_ROUNDING = InPlace(), MasterCopy(), RandomRounding()
 
 

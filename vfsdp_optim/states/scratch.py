@@ -10,6 +10,11 @@ class Scratch:
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
+    @property
+    def sizes(self) -> dict[tuple[str, torch.dtype], int]:
+        """Elements of what is kept, by purpose and dtype."""
+        return {(key[0], key[1]): tensor.numel() for key, tensor in self._tensors.items()}
+
     def take(
         self, numel: int, dtype: torch.dtype, device: torch.device, purpose: str = ""
     ) -> Tensor:

@@ -186,6 +186,16 @@ class Run:
     step: float
     skip: Skip = False
 
+    @property
+    def device(self) -> torch.device:
+        """Where it is updated; a plan follows the update of a device on tensors without memory."""
+        return self.members[0].device or self.grad.device
+
+    @property
+    def copied(self) -> bool:
+        """Whether states or weights are worked on as fp32 copies."""
+        return self.members[0].weights.draws or any(s.packed for s in self.states.values())
+
     def chunks(self, scratch: Scratch) -> Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]:
         """Yield (weights, grad, states) in pieces that fit a CPU's caches; elsewhere longer ones.
 
@@ -195,8 +205,8 @@ class Run:
         """
         rule, undone = self.members[0].weights, isinstance(self.skip, Tensor)
         packed = [key for key, state in self.states.items() if state.packed]
-        copied = rule.draws or bool(packed)
-        for start, stop in pieces(self.grad.numel(), self.grad.device, copied=copied, kept=undone):
+        numel, device = self.grad.numel(), self.device
+        for start, stop in pieces(numel, device, copied=self.copied, kept=undone):
             param, grad, states = self._piece(start, stop)
             written = [param, *_parts(states)] if undone else []
             kept = [tensor.clone() for tensor in written]
@@ -267,17 +277,26 @@ def pieces(
         copied: whether states or weights are worked on as fp32 copies.
         kept: whether old values are.
     """
-    if device.type == "cpu":
-        size = (_COPIED_CHUNK if copied else _CHUNK) * torch.get_num_threads()
+    threads = torch.get_num_threads()
+    size = piece_numel(numel, device.type, threads, copied=copied, kept=kept)
+    for start in range(0, numel, max(size, 1)):
+        yield start, min(start + size, numel)
+
+
+def piece_numel(
+    numel: int, device_type: str, threads: int, *, copied: bool, kept: bool = False
+) -> int:
+    """Return the elements of each of `pieces` but the last, on a number of threads of a CPU."""
+    if device_type == "cpu":
+        size = (_COPIED_CHUNK if copied else _CHUNK) * threads
     elif copied:
         size = _DEVICE_CHUNK
     else:
         size = _KEPT_CHUNK if kept else numel
-    if numel > size:
-        size = -(-numel // -(-numel // size))  # all alike: a call on a short rest costs as much
-        size = -(-size // ALIGN) * ALIGN  # whole blocks
-    for start in range(0, numel, max(size, 1)):
-        yield start, min(start + size, numel)
+    if numel <= size:
+        return numel
+    size = -(-numel // -(-numel // size))  # all alike: a call on a short rest costs as much
+    return -(-size // ALIGN) * ALIGN  # whole blocks
 
 
 @dataclass(frozen=True, slots=True)

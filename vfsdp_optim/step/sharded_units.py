@@ -83,7 +83,7 @@ class LocalMatrices:
             param = member.open()
             for job in jobs:
                 wire = job.algorithm.wire_dtype(job.group, param.device)
-                inputs = self._scratch.take(job.numel, wire, param.device, "inputs")
+                inputs = job.room(wire, param.device)
                 job.write_input(grad, inputs)
                 job.apply(param, job.update(inputs, self._scratch), skip)
             member.close(param)
@@ -237,7 +237,7 @@ class ShardedMatrices:
             return
         parts = self._exchange.parts(unit)
         like = parts[0][1]
-        inputs = self._scratch.take(job.unit.numel, like.dtype, like.device, "inputs")
+        inputs = job.room(like.dtype, like.device)
         for start, part in parts:
             inputs[start : start + part.numel()].copy_(part)
         update = job.update(inputs, self._scratch)

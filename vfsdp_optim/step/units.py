@@ -75,6 +75,10 @@ class Job:
         """What the learning rate is multiplied by."""
         return self.algorithm.scale(self.group, self.unit.rows, self.unit.cols)
 
+    def room(self, wire: torch.dtype, device: torch.device) -> Tensor:
+        """Return memory for the input of the whole unit, until the next one."""
+        return self.scratch.take(self.unit.numel, wire, device, "inputs")
+
     def write_input(self, grad: Tensor, out: Tensor) -> None:
         """Write the input of the local elements; `grad` is the local gradient of the parameter,
         1-D."""

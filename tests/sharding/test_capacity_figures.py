@@ -1,0 +1,84 @@
+"""The figures of `vfsdp plan`, kept: of all models, and of optimizers from outside of the package.
+
+capacity_figures.json was written when the planner restated its optimizers; it asks them since.
+The largest models, minutes each, are compared in full where VFSDP_ALL_FIGURES is set.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from examples.lion import Lion, LionAlgorithm
+from vfsdp_optim.algorithm import Algorithm
+from vfsdp_optim.capacity.model_sources import model_names, read_model
+from vfsdp_optim.capacity.parallelism import Parallelism, divide
+from vfsdp_optim.capacity.prediction import Capacity, measure
+from vfsdp_optim.capacity.training_setup import Setup
+from vfsdp_optim.muon import MuonAlgorithm
+
+FIGURES = json.loads((Path(__file__).parent / "capacity_figures.json").read_text())
+SLOW = ("deepseek", "kimi", "gpt-oss", "qwen")
+
+
+def figures(found: Capacity) -> list[Any]:
+    memory, traffic = found.memory, found.traffic
+    return [
+        *(memory.parameters, memory.gradients, memory.states, memory.unsharded),
+        *(memory.communication, memory.exchange, memory.total),
+        *(traffic.gather, traffic.reduce, traffic.exchange, found.matrices),
+        found.skew and round(found.skew, 6),
+        round(found.padding, 9),
+    ]
+
+
+def planned(model: str, ranks: int, **options: Any) -> Capacity:
+    return measure(divide(read_model(model), Parallelism(ranks)), Setup(**options))
+
+
+@pytest.mark.parametrize("model", model_names())
+def test_figures_of_every_model_stay(model: str) -> None:
+    slow = model.startswith(SLOW) and not os.environ.get("VFSDP_ALL_FIGURES")
+    for key, expected in FIGURES[model].items():
+        ranks, optimizer, states = key.split()
+        if slow and (ranks, states) != ("8", "8bit"):
+            continue
+        found = planned(model, int(ranks), optimizer=optimizer, states=states)
+        assert figures(found) == expected, key
+
+
+def test_optimizer_from_outside_is_known_to_a_plan_without_an_entry() -> None:
+    adamw = planned("gpt2-small", 8, states="8bit").memory
+    for choice in (Lion, LionAlgorithm(), "examples.lion:Lion", "examples.lion:LionAlgorithm"):
+        lion = planned("gpt2-small", 8, optimizer=choice, states="8bit").memory
+        assert 2 * lion.states == adamw.states  # one momentum beside two moments
+        assert lion.parameters == adamw.parameters
+    for states in ("32bit", "8bit"):
+        by_name = planned("gpt2-small", 8, optimizer="muon", states=states)
+        handed = planned("gpt2-small", 8, optimizer=MuonAlgorithm(), states=states)
+        assert figures(handed) == figures(by_name)
+
+
+class ReadsNumbers(LionAlgorithm):
+    """An update that no plan can follow."""
+
+    def update_run(self, group: dict[str, Any], run: Any, scratch: Any) -> None:
+        norm: Tensor = run.grad.norm()
+        norm.item()
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ("lion", "optimizer: expected one of adamw, muon, or an Algorithm or a Structured"),
+        ("examples.lion:Nothing", "optimizer 'examples.lion:Nothing': AttributeError"),
+        ("examples.lion:ParamsT", "optimizer: expected one of adamw, muon"),
+        (ReadsNumbers(), "algorithm 'lion': a plan follows its update on tensors of the meta"),
+    ],
+)
+def test_optimizer_that_cannot_be_planned_is_refused(choice: str | Algorithm, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        planned("gpt2-small", 8, optimizer=choice)
