@@ -283,7 +283,6 @@ class Bucket:
             dtype = self._mp_policy.param_dtype
             self.slots.stage(lambda p: dtype if p.sharded.is_floating_point() else None)
 
-    @torch.no_grad()
     def _write_back(self) -> None:
         """Takes over what was changed on the gathered forms: `requires_grad`, and values."""
         for i, parameter in enumerate(self.parameters):

@@ -208,6 +208,7 @@ class DistributedBuffer:
             first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
             self.shard[low:high].copy_(full.detach().reshape(-1)[first : first + high - low])
 
+    @torch.no_grad()
     def copy_changed(self, index: int, full: Tensor) -> None:
         """As `copy_from_full`, but of a low-precision copy: elements that did not change stay."""
         if full.dtype == self.dtype:

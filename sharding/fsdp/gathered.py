@@ -56,11 +56,12 @@ class GatheredParameter(nn.Parameter):
     """
 
     data_taken = False
+    any_taken = False  # of any parameter of the process, so far
 
     @property
     def data(self) -> Tensor:
         """The memory, without autograd."""
-        self.data_taken = True
+        self.data_taken = GatheredParameter.any_taken = True
         return super().data
 
     @data.setter
@@ -120,8 +121,7 @@ class GatheredForms:
         """Make parameters of what was freed; their values have arrived."""
         for parameter in self._parameters:
             parameter.unsharded.__class__ = GatheredParameter
-            cast(GatheredParameter, parameter.unsharded).data_taken = False
-        self._forms = [parameter.unsharded._version for parameter in self._parameters]
+        self._forms = self._form_versions()
 
     def close(self) -> None:
         """Have every further use of the gathered forms raise."""
@@ -138,11 +138,15 @@ class GatheredForms:
         Raises:
             RuntimeError: The sharded form of one was written as well.
         """
+        versions = self._form_versions()
+        if versions == self._forms and not GatheredParameter.any_taken:
+            return []
         found = []
         for i, parameter in enumerate(self._parameters):
             form = cast(GatheredParameter, parameter.unsharded)
-            if form._version == self._forms[i] and not form.data_taken:
+            if versions[i] == self._forms[i] and not form.data_taken:
                 continue
+            form.data_taken = False
             if parameter.sharded._version != self._sources[i][0]:
                 raise RuntimeError(
                     f"{parameter.fqn} was written in its gathered form and in its sharded one, and "
@@ -150,6 +154,9 @@ class GatheredForms:
                 )
             found.append(parameter)
         return found
+
+    def _form_versions(self) -> list[int]:
+        return [parameter.unsharded._version for parameter in self._parameters]
 
     def _source_versions(self) -> list[tuple[int, int]]:
         return [(p.sharded._version, p.sharded._local_tensor._version) for p in self._parameters]

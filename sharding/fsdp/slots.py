@@ -70,7 +70,7 @@ class Slots:
                 plain.setdefault(module, []).append(k)
             else:
                 self._special.append(k)
-        self._plain = [module._parameters for module in plain]
+        self._plain = [cast("dict[str, Any]", module._parameters) for module in plain]
         self._updates = [
             [{self._names[k]: forms[k] for k in slots} for slots in plain.values()]
             for forms in (self._sharded, self._gathered)
@@ -94,7 +94,7 @@ class Slots:
         self._shows_gathered = gathered
         if all(map(is_, map(dict.get, self._dicts, self._names), self._left)):
             for slots, update in zip(self._plain, self._updates[gathered], strict=True):
-                slots.update(cast("dict[str, Any]", update))
+                slots.update(update)
             for k in self._special:
                 put(self._modules[k], self._names[k], forms[k])
             self._left, self.borrowed, self.lends_memory = forms, [], False
