@@ -89,7 +89,7 @@ ORDER = {
         "testing",
         "__main__",
     ],
-    "vfsdp_optim.parameters": ["param_shard", "given"],
+    "vfsdp_optim.parameters": ["group", "param_shard", "given"],
     "vfsdp_optim.states": ["scratch", "block_codec", "formats", "weights", "precision"],
     "vfsdp_optim.step": [
         "nonfinite",

@@ -1,6 +1,7 @@
 """AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,11 @@ class AdamWAlgorithm(Algorithm):
     name = "adamw"
     structural_keys = ("amsgrad",)
     nonnegative = frozenset({"exp_avg_sq", "max_exp_avg_sq"})
+    as_torch: ClassVar[Mapping[str, Any]] = {
+        **Algorithm.as_torch,
+        "algorithm": "adamw",
+        "state_dtype": None,
+    }
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**constructor_defaults(AdamW), **overrides})

@@ -30,6 +30,8 @@ TORCH_KEYS = frozenset(
     """params param_names initial_lr max_lr min_lr swa_lr betas max_momentum base_momentum
     foreach fused capturable differentiable decoupled_weight_decay""".split()
 )
+# Of those, how torch runs its own update.
+EXECUTION_KEYS = frozenset("foreach fused capturable differentiable".split())
 
 _SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
@@ -107,6 +109,8 @@ class Algorithm(ABC):
         name: value of the group key `algorithm`.
         structural_keys: group keys that a loaded checkpoint must agree with.
         nonnegative: keys of states that are never negative.
+        as_torch: values of group keys that checkpoints do not hold, because torch.optim does not
+            know the key and does what this value says.
         defaults: what a group takes where it says nothing.
 
     Example:
@@ -126,6 +130,7 @@ class Algorithm(ABC):
     name: ClassVar[str]
     structural_keys: ClassVar[tuple[str, ...]] = ()
     nonnegative: ClassVar[frozenset[str]] = frozenset()
+    as_torch: ClassVar[Mapping[str, Any]] = {key: PRECISION[key] for key in PRECISION_KEYS}
 
     def __init__(self, **defaults: Any) -> None:
         given = {**PRECISION, **spread(defaults)}
@@ -143,7 +148,7 @@ class Algorithm(ABC):
             ValueError: an option that this algorithm does not have, or a value out of range.
             NotImplementedError: a valid request that is not supported.
         """
-        labels = set(group) - set(self.defaults) - TORCH_KEYS - {"algorithm"}
+        labels = set(group.keys()) - set(self.defaults) - TORCH_KEYS - {"algorithm"}
         unknown = sorted(
             key for key in labels if key in _OPTIONS or _is_misspelt(key, self.defaults)
         )

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,13 @@ class MuonAlgorithm(MatrixAlgorithm):
 
     name = "muon"
     structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_dtype")
+    as_torch: ClassVar[Mapping[str, Any]] = {
+        **MatrixAlgorithm.as_torch,
+        "algorithm": "muon",
+        "matrices": None,
+        "ns_dtype": None,
+        "state_dtype": None,
+    }
 
     def __init__(self, **overrides: Any) -> None:
         super().__init__(**{**constructor_defaults(Muon), "matrices": None, **overrides})

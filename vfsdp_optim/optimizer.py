@@ -19,6 +19,7 @@ from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
 from vfsdp_optim.checkpoint.values import agreed, recast
 from vfsdp_optim.parameters.given import Places, check_current, distinct, named
+from vfsdp_optim.parameters.group import Group, complete
 from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
@@ -28,9 +29,9 @@ from vfsdp_optim.step.agreement import check_agreement
 from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.sharded_units import (
-    AbsentGradients,
     LocalMatrices,
     ShardedMatrices,
+    absent_gradients,
     make_parts,
 )
 from vfsdp_optim.step.units import jobs_by_ranks
@@ -122,12 +123,13 @@ class StructuredOptimizer(torch.optim.Optimizer):
             )
         if "params" not in param_group:
             raise ValueError(f"{where}: has no 'params', only {sorted(map(str, param_group))}")
-        group = spread(param_group)
+        group = Group(spread(param_group))
         choice = group.get("algorithm", self._default_algorithm)
         algorithm = chosen_algorithm(choice, self._algorithms, where)
         group["algorithm"] = algorithm.name
-        own_keys = set(group)
+        own_keys = set(group.keys())
         algorithm.complete(group, where)
+        group.follow(algorithm)
         check_precision(group, where)
         if not isinstance(group["params"], Tensor | set):  # for which the base class has rules
             group["params"] = distinct(list(group["params"]), where)
@@ -255,11 +257,16 @@ class StructuredOptimizer(torch.optim.Optimizer):
         self._states = state.pop("state")
         self._reset()
         super().__setstate__(state)
+        groups = [Group(group) for group in self.param_groups]
+        for group in groups:
+            group.follow(self._algorithms[group["algorithm"]])
+        self.param_groups = list(groups)
 
     @torch.compiler.disable
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does, of the parameters in groups; dtypes as text.
 
+        Groups have torch's keys, and of others those that differ from what torch.optim does.
         torch's state-dict functions refuse dtypes among hyper-parameters, and torch itself a state
         whose parameter was taken out of its group.
         """
@@ -369,7 +376,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         grads = [member.gradient() for member in layout.members]
         skip = self._decide(layout, grads)
         if skip is not True:
-            absent = self._absent(layout, matrices, grads)
+            absent = absent_gradients(layout.members, matrices, grads, layout.steps)
             self._update_runs(layout, grads, skip)
             for part in matrices:
                 part.step(grads, skip, absent)
@@ -381,20 +388,6 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def skipped_steps(self) -> int:
         """How many steps on_nonfinite="skip" has left out, in this process."""
         return self._nonfinite.skipped
-
-    @staticmethod
-    def _absent(
-        layout: Layout, matrices: list[LocalMatrices | ShardedMatrices], grads: list[Tensor | None]
-    ) -> AbsentGradients | None:
-        """Put zeros for gradients that other ranks may have."""
-        members = [
-            member
-            for member, grad in zip(layout.members, grads, strict=True)
-            if grad is None
-            and member.param.requires_grad
-            and any(part.waits_for(member.number) for part in matrices)
-        ]
-        return AbsentGradients(members, grads, layout.steps) if members else None
 
     def _decide(self, layout: Layout, grads: list[Tensor | None]) -> Skip:
         """Return whether on_nonfinite leaves the step out, or raise."""
@@ -457,6 +450,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Return the layout, made again if parameters came, went or moved to other memory, or if
         users wrote into the state."""
         self._nonfinite.settle()
+        complete(self.param_groups, self._algorithms.values())
         layout = self._layout
         if (
             layout is None

@@ -143,7 +143,13 @@ def keep_bits(param_dtype: torch.dtype, state_dtype: torch.dtype) -> list[str]:
             wrong.append(f"{kind} {way.__name__}: {[m.dtype for m in momenta]}")
         take_steps(net, optimizer, range(2, 3))
         take_steps(other, other_optimizer, range(2, 3))
-        if found := difference(local_state(other, other_optimizer), local_state(net, optimizer)):
+        states = [local_state(other, other_optimizer), local_state(net, optimizer)]
+        for state in states:
+            for group in state["optimizer"]["param_groups"]:
+                # torch's flat form has the keys that the loading optimizer asks for; the dtype of
+                # what is there already counts.
+                group.pop("state_dtype", None)
+        if found := difference(*states):
             wrong.append(f"{kind} {way.__name__}: {found}")
     return wrong
 
@@ -198,7 +204,7 @@ def test_loading_adamw_into_muon_says_at_once_what_is_missing(source: str) -> No
         "load_full": r"expected param_groups of \[4, 8\] parameters, got \[12\]",
     }
     if source == "named_adamw":
-        facts = dict.fromkeys(facts, "algorithm='adamw', the optimizer 'muon'")
+        facts = dict.fromkeys(facts, "expected state .*momentum_buffer.*, got .*'exp_avg'")
     facts["load_by_torch"] = "0.0.weight: expected state .'momentum_buffer'., got .'exp_avg'"
     facts["load_flattened_by_torch"] = r"param_groups\.blocks\.0\.0\.weight\.\w+"
     assert run_ranks(load_across, 2, source, "muon", facts) == [[], []]
@@ -235,8 +241,8 @@ def matrices(kind: str, state: dict[str, Any] | None) -> Any:
     ("source", "target", "fact"),
     [
         ("torch", "muon", r"parameter 0.*expected state \['momentum_buffer'\], got \['exp_avg', "),
-        ("adamw", "muon", "param group 0.*algorithm='adamw', the optimizer 'muon'"),
-        ("muon", "adamw", "param group 0.*algorithm='muon', the optimizer 'adamw'"),
+        ("adamw", "muon", r"parameter 0.*expected state \['momentum_buffer'\], got \['exp_avg', "),
+        ("muon", "adamw", r"parameter 0.*expected state \['exp_avg', .*got \['momentum_buffer'\]"),
     ],
 )
 def test_loading_states_of_another_algorithm_names_them(

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import AdamW, Muon, Precision
 
 
 class Config(collections.UserList):
@@ -49,7 +49,7 @@ def test_numbers_and_sequences_of_other_kinds_are_taken_as_in_torch(cls, given, 
     weight, group = stepped(cls, given)
     expected, wanted = stepped(cls, plain)
     assert torch.equal(weight, expected)
-    assert {key: group[key] for key in wanted if key != "params"} == {
+    assert {key: group[key] for key in wanted.keys() if key != "params"} == {
         key: value for key, value in wanted.items() if key != "params"
     }
     torch_weight, _ = stepped(getattr(torch.optim, cls.__name__), given)
@@ -87,7 +87,7 @@ def test_names_that_a_checkpoint_brings_stay(text_ids):
         torch.manual_seed(0)
         params = [nn.Parameter(torch.randn(40, 30).bfloat16()) for _ in range(2)]
         given = zip(["b", "a"], params, strict=True) if named else params
-        return AdamW(given, lr=0.1, stochastic_rounding=True), params
+        return AdamW(given, lr=0.1, states=Precision(stochastic_rounding=True)), params
 
     def step(optimizer: AdamW, params: list[nn.Parameter], seed: int) -> None:
         torch.manual_seed(seed)

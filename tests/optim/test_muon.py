@@ -368,7 +368,8 @@ def test_state_dict_holds_one_momentum_or_two_moments_a_parameter():
     assert {i: list(state) for i, state in saved["state"].items()} == {
         0: muon, 1: muon, 2: adamw, 3: adamw,
     }  # fmt: skip
-    assert [group["algorithm"] for group in saved["param_groups"]] == ["muon", "adamw"]
+    assert ["momentum" in group for group in saved["param_groups"]] == [True, False]
+    assert ["amsgrad" in group for group in saved["param_groups"]] == [False, True]
 
 
 def test_resumed_training_has_the_bits_of_the_uninterrupted_one():
@@ -402,16 +403,16 @@ def test_checkpoint_of_torchs_muon_is_loaded():
 @pytest.mark.parametrize(
     ("saved", "loading", "key"),
     [
-        ({"ns_steps": 4}, {}, "ns_steps=4, the optimizer 5"),
-        ({"ns_coefficients": "you5"}, {}, "ns_coefficients='you5'"),
-        ({"matrices": "(h m) n -> h m n; h=2"}, {}, "matrices="),
-        ({"algorithm": "adamw"}, {}, "algorithm='adamw', the optimizer 'muon'"),
+        ({"ns_steps": 4}, {}, "the checkpoint has ns_steps=4, the optimizer 5"),
+        ({"ns_coefficients": "you5"}, {}, "the checkpoint has ns_coefficients='you5'"),
+        ({"matrices": "(h m) n -> h m n; h=2"}, {}, "the checkpoint has matrices="),
+        ({"algorithm": "adamw"}, {}, ".*written by another algorithm"),
     ],
 )
 def test_checkpoint_that_means_another_state_is_an_error_that_names_the_group(saved, loading, key):
     first = Muon([{"params": parameters([(4, 4)]), **saved}])
     other = Muon([{"params": parameters([(4, 4)]), **loading}])
-    with pytest.raises(ValueError, match=f"param group 0: the checkpoint has .*{key}"):
+    with pytest.raises(ValueError, match=f"group 0.*: .*{key}"):
         other.load_state_dict(first.state_dict())
 
 

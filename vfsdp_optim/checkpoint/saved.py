@@ -49,7 +49,8 @@ def packed(groups: list[dict[str, Any]], states: Mapping[Any, Any]) -> dict[str,
     numbers: dict[Tensor, int] = {}
     saved = []
     for group in groups:
-        own = {key: value for key, value in group.items() if key != "params"}
+        # See [Note: keys that checkpoints do not hold] in group.py; plain dicts give all keys.
+        own = {key: group[key] for key in group if key != "params"}
         own.update({k: str(v) for k, v in own.items() if isinstance(v, torch.dtype)})
         params = [numbers.setdefault(param, len(numbers)) for param in group["params"]]
         saved.append({**own, "params": params})

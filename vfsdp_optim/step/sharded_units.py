@@ -271,3 +271,20 @@ def make_parts(
             plan = plan_jobs(jobs, max_exchange_bytes)
             parts.append(ShardedMatrices(jobs, plan, ranks, wire, scratch))
     return parts
+
+
+def absent_gradients(
+    members: Sequence[Member],
+    parts: Sequence[LocalMatrices | ShardedMatrices],
+    grads: list[Tensor | None],
+    steps: Tensor,
+) -> AbsentGradients | None:
+    """Put zeros for gradients that other ranks may have; None where this rank lacks none."""
+    absent = [
+        member
+        for member, grad in zip(members, grads, strict=True)
+        if grad is None
+        and member.param.requires_grad
+        and any(part.waits_for(member.number) for part in parts)
+    ]
+    return AbsentGradients(absent, grads, steps) if absent else None

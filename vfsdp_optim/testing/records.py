@@ -134,13 +134,14 @@ def held_tensors(
 def _options(
     params: dict[str, nn.Parameter], optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (name of the first parameter, key, value) of the numbers in each group."""
+    """Yield (name of the first parameter, key, value) of the numbers in each group; of groups of
+    this package those that a checkpoint holds."""
     names = {id(param): name for name, param in params.items()}
     for group in optimizer.param_groups:
         first = next((names[id(p)] for p in group["params"] if id(p) in names), None)
-        for key, value in group.items():
+        for key in group:
             if first is not None and key not in ("params", "param_names"):
-                for place, leaf in _leaves(f"{OPTION}{key}", value):
+                for place, leaf in _leaves(f"{OPTION}{key}", group[key]):
                     yield first, place, leaf
 
 
