@@ -279,16 +279,17 @@ class DistributedBuffer:
             numbers: Must be the same on all ranks; see [Note: proofs in reductions].
         """
         size, count = self.plan.shard_numel, len(self.plan.tensors)
-        for index in range(count):
-            if index not in seen:
-                for target, _ in self._slot_views(index, None):
-                    target.zero_()
         slots = self._slots()
         if len(seen) == count:  # the usual case, one write
-            slots[:, size : size + count].fill_(1)
-        else:
-            for index in seen:
+            flags = columns(numbers, slots.dtype, slots.device, seen=count)
+            slots[:, size : size + count + NUMEL].copy_(flags)
+            return
+        for index in range(count):
+            if index in seen:
                 slots[:, size + index].fill_(1)
+                continue
+            for target, _ in self._slot_views(index, None):
+                target.zero_()
         slots[:, self._proof].copy_(columns(numbers, slots.dtype, slots.device))
 
     def proof(self) -> Tensor:

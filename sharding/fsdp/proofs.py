@@ -113,10 +113,11 @@ def _patterns(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def columns(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return what a rank writes: (NUMEL,), 0 or 1."""
+def columns(numbers: Numbers, dtype: torch.dtype, device: torch.device, seen: int = 0) -> Tensor:
+    """Return what a rank writes: (seen + NUMEL,), 0 or 1, the first `seen` all 1."""
     patterns = _patterns(dtype, device)
-    return torch.cat([patterns[number] for number in numbers])
+    ones = torch.ones(seen, dtype=dtype, device=device)
+    return torch.cat([ones, *(patterns[number] for number in numbers)])
 
 
 def _left_zero(several: Sequence[Numbers], dtype: torch.dtype, device: torch.device) -> Tensor:
