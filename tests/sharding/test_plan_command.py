@@ -168,7 +168,11 @@ REFUSED = [
     (["--ranks", "8", "--replicate", "0"], "replicate: expected at least 1, got 0"),
     (["--ranks", "8", "--ep", "2"], "ep=2: the model has no experts"),
     (["--ranks", "8", "--pp", "4"], "pp=4: the model has only 3 blocks"),
-    (["--ranks", "8", "--optimizer", "sgd"], "optimizer: expected one of adamw, muon, got 'sgd'"),
+    (
+        ["--ranks", "8", "--optimizer", "sgd"],
+        "optimizer: expected one of adamw, muon, or an Algorithm or a StructuredOptimizer as "
+        "module:Class, got 'sgd'",
+    ),
     (["--ranks", "8", "--states", "4bit"], "states: expected one of 32bit, 8bit, got '4bit'"),
     (["--ranks", "8", "--dtype", "int8"], "dtype: expected one of float64, float32, bfloat16"),
     (["--ranks", "8", "--granularity", "e0"], "granularity: expected 'element', a number of rows"),
