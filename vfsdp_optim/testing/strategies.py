@@ -100,8 +100,8 @@ def step_programs(
     """Return a strategy for programs, to pass to `assert_program_is_exact`.
 
     A program steps, leaves gradients out, changes the learning rate, freezes parameters, adds
-    groups, saves, loads on another number of ranks in another layout, and overflows. Shrinks to
-    few instructions on few small parameters.
+    groups, saves, loads on another number of ranks in another layout, and overflows, but not before
+    a save: loads refuse what is not finite. Shrinks to few instructions on few small parameters.
 
     Args:
         world_sizes: numbers of ranks, the first is what programs shrink to.
@@ -132,13 +132,8 @@ def step_programs(
         # torch.distributed.checkpoint loses the state of frozen parameters.
         left_out = Freeze if checkpoint == "dcp" else ()
         instructions = [x for of_round in rounds for x in of_round if not isinstance(x, left_out)]
-        if any(isinstance(x, Save) for x in instructions):  # a load refuses what is not finite
-            instructions = [
-                replace(x, gradients="random")
-                if isinstance(x, Step) and x.gradients in ("huge", "overflow")
-                else x
-                for x in instructions
-            ]
+        dtype = draw(st.sampled_from(list(dtypes)))
+        instructions = _finite_where_saved(instructions, dtype)
         adds = sum(isinstance(instruction, AddGroup) for instruction in instructions)
         return Program(
             shapes=drawn,
@@ -146,7 +141,7 @@ def step_programs(
             layout=layout,
             instructions=tuple(instructions),
             late=min(adds, len(drawn) - 1),
-            dtype=draw(st.sampled_from(list(dtypes))),
+            dtype=dtype,
             checkpoint=checkpoint,
         )
 
@@ -200,6 +195,18 @@ def _places(
         return st.tuples(st.just(world_size), st.one_of(*choices))
 
     return st.sampled_from(list(world_sizes)).flatmap(of)
+
+
+def _finite_where_saved(instructions: list[Any], dtype: str) -> list[Any]:
+    """Return the instructions with gradients before the last save that leave states finite."""
+    saves = [i for i, instruction in enumerate(instructions) if isinstance(instruction, Save)]
+    infinite = ("huge", "overflow") if dtype == "float16" else ("overflow",)
+    return [
+        replace(each, gradients="random")
+        if saves and i < saves[-1] and isinstance(each, Step) and each.gradients in infinite
+        else each
+        for i, each in enumerate(instructions)
+    ]
 
 
 def _steps(params: int, kinds: Sequence[str]) -> SearchStrategy[Step]:
