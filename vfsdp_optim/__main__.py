@@ -21,7 +21,7 @@ from vfsdp_optim.capacity.parallelism import Parallelism, divide
 from vfsdp_optim.capacity.picture import draw
 from vfsdp_optim.capacity.prediction import Capacity, measure
 from vfsdp_optim.capacity.shapes import ITEMSIZE, ModelShapes
-from vfsdp_optim.capacity.step_buffers import Precision
+from vfsdp_optim.capacity.step_buffers import StepDtypes
 from vfsdp_optim.capacity.tables import capacity_table, search_table, to_json
 from vfsdp_optim.capacity.training_setup import BACKENDS, Granularity, Setup
 from vfsdp_optim.states.precision import STATES
@@ -169,7 +169,7 @@ def _setup(args: argparse.Namespace) -> Setup:
             raise ValueError(
                 f"{key}: expected one of {', '.join(ITEMSIZE)}, got {getattr(args, key)!r}"
             )
-    precision = Precision(args.param_dtype, args.reduce_dtype)
+    precision = StepDtypes(args.param_dtype, args.reduce_dtype)
     granularity = Granularity.parse(args.granularity)
     return Setup(
         args.optimizer,

@@ -19,8 +19,8 @@ from vfsdp_optim.capacity.prediction import Capacity, measure
 from vfsdp_optim.capacity.shapes import TensorShape
 from vfsdp_optim.capacity.step_buffers import (
     BucketBuffers,
-    Precision,
     ReductionBuffers,
+    StepDtypes,
     reduction_memory,
     unsharded_peak,
 )
@@ -200,7 +200,7 @@ def test_eight_bit_states_are_a_byte_and_a_scale_per_block() -> None:
 def test_wider_compute_and_reduction_show_in_buffers_and_traffic() -> None:
     model = divide(read_model("llama3-8b", dtype="float32"), Parallelism(8))
     plain = measure(model, Setup())
-    mixed = measure(model, Setup(precision=Precision("bfloat16", "float32")))
+    mixed = measure(model, Setup(precision=StepDtypes("bfloat16", "float32")))
     assert mixed.memory.unsharded * 2 == plain.memory.unsharded
     assert mixed.traffic.gather * 2 == plain.traffic.gather
     assert mixed.traffic.reduce == plain.traffic.reduce

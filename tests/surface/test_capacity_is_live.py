@@ -26,7 +26,7 @@ from vfsdp_optim.capacity.optimizers import OPTIMIZERS, block_optimizer
 from vfsdp_optim.capacity.parallelism import Parallelism, divide
 from vfsdp_optim.capacity.prediction import Capacity, measure
 from vfsdp_optim.capacity.shapes import ModelShapes, sort_into_buckets
-from vfsdp_optim.capacity.step_buffers import Precision
+from vfsdp_optim.capacity.step_buffers import StepDtypes
 from vfsdp_optim.capacity.training_setup import Setup
 from vfsdp_optim.states.precision import STATES
 from vfsdp_optim.states.scratch import Scratch
@@ -44,7 +44,7 @@ class Case:
     frozen: bool = False
     copies: int = 1
     dtype: str = "float32"
-    precision: Precision = Precision()  # noqa: RUF009  (frozen)
+    precision: StepDtypes = StepDtypes()  # noqa: RUF009  (frozen)
 
 
 def build_model(case: Case) -> nn.Module:
@@ -286,7 +286,7 @@ def test_predicted_bytes_are_those_of_live_tensors(case: Case, ranks: int) -> No
 
 
 def test_predicted_buffers_are_those_of_mixed_precision() -> None:
-    case = Case("adamw", precision=Precision("bfloat16", "float32"))
+    case = Case("adamw", precision=StepDtypes("bfloat16", "float32"))
     capacity = predicted(case, 2)
     for held in run_ranks(live, 2, case):
         assert held["parameters"] == capacity.memory.parameters

@@ -19,7 +19,7 @@ from vfsdp_optim.capacity.shapes import ITEMSIZE
 
 
 @dataclass(frozen=True, slots=True)
-class Precision:
+class StepDtypes:
     """Dtypes of a step, as of torch's MixedPrecisionPolicy, by name.
 
     Attributes:
@@ -89,7 +89,7 @@ class BucketBuffers:
 
 
 def bucket_buffers(
-    plan: BucketPlan, precision: Precision, backend: str, copies: int
+    plan: BucketPlan, precision: StepDtypes, backend: str, copies: int
 ) -> BucketBuffers:
     """The sizes of a bucket's flat tensors; see [Note: buffer lifetimes] in buffer.py.
 
@@ -128,7 +128,7 @@ def bucket_buffers(
 
 
 def reduction_buffers(
-    plan: BucketPlan, together: Sequence[int], precision: Precision, backend: str, copies: int
+    plan: BucketPlan, together: Sequence[int], precision: StepDtypes, backend: str, copies: int
 ) -> ReductionBuffers:
     """What the reduction of the segments `together` borrows; other arguments as above."""
     ranks = plan.segments[together[0]].world_size

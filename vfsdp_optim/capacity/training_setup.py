@@ -13,7 +13,7 @@ from vfsdp_optim.capacity.optimizers import (
     find_optimizer,
 )
 from vfsdp_optim.capacity.shapes import BucketShapes, TensorShape
-from vfsdp_optim.capacity.step_buffers import Precision
+from vfsdp_optim.capacity.step_buffers import StepDtypes
 from vfsdp_optim.states.precision import STATES
 
 BACKENDS = tuple(DEVICES)
@@ -88,7 +88,7 @@ class Setup:
     optimizer: Choice = "adamw"
     states: str = "32bit"
     granularity: Granularity = Granularity()
-    precision: Precision = Precision()  # noqa: RUF009  (frozen)
+    precision: StepDtypes = StepDtypes()  # noqa: RUF009  (frozen)
     backend: str = "nccl"
     resident_padding: float = 0.02
 
