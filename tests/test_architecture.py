@@ -53,6 +53,7 @@ ORDER = {
         "proofs",
         "buffer",
         "gradient_slots",
+        "held_parts",
         "parameter",
         "gathered",
         "slots",

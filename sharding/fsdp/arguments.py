@@ -69,7 +69,6 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
 
 
 def check_options(
-    reshard_after_forward: object,
     shard_placement_fn: object,
     dp_mesh_dims: object,
     mp_policy: object,
@@ -79,11 +78,6 @@ def check_options(
     resident_padding: object,
 ) -> None:
     """Refuses values of the wrong type, and valid requests that are not supported."""
-    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
-        raise NotImplementedError(
-            f"reshard_after_forward={reshard_after_forward!r}: resharding to a smaller mesh is not "
-            f"supported; use True, False or None"
-        )
     if shard_placement_fn is not None:
         raise NotImplementedError(
             "shard_placement_fn is not supported: layouts are planned; declare what a parameter "
@@ -167,6 +161,24 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     for group in groups_of(mesh):
         backend_of(group, mesh.device_type)
     return mesh
+
+
+def checked_reshard(reshard_after_forward: object, ranks: int) -> bool | int | None:
+    """`reshard_after_forward`, with sizes of groups that are a whole shard axis as a bool."""
+    given = reshard_after_forward
+    if given is None or isinstance(given, bool):
+        return given
+    if not isinstance(given, int):
+        raise ValueError(
+            f"reshard_after_forward should be a bool or an int representing the group size to "
+            f"reshard to, not {given!r}; or None, which keeps what backward needs first"
+        )
+    if given < 1 or ranks % given:
+        raise ValueError(
+            f"If passing reshard_after_forward as an int, it should be a factor of {ranks}, not "
+            f"{given}; parameters are cut over {ranks} ranks"
+        )
+    return given == ranks if given in (1, ranks) else given
 
 
 def _default_device_type() -> str:

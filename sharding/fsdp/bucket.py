@@ -23,11 +23,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.gathered import GatheredForms, mark_gathered
 from sharding.fsdp.gradient_slots import GradientSlots
+from sharding.fsdp.held_parts import HeldParts
 from sharding.fsdp.parameter import (
     BucketParameter,
     Places,
     check_converted_as_a_whole,
     placement_in,
+    prepare_accumulation,
 )
 from sharding.fsdp.proofs import Proofs, UpdateLog, attach_log
 from sharding.fsdp.reduction import Reduction, Replicas
@@ -98,6 +100,7 @@ class Bucket:
         self.slots = Slots(self.parameters, self.name)
         self._gathered = GatheredForms(self.parameters)
         self._gathered.close()
+        self._held = HeldParts(mesh)
         self._gather: Pending | None = None
         self._members: list[list[int]] = [
             [i for i, p in enumerate(self.parameters) if p.segment == segment]
@@ -229,6 +232,7 @@ class Bucket:
         if not self.slots.hold(gathered=False):
             self.slots.check_present()
         if self.slots.assigned or self._places.have_changed():
+            self._held.drop()
             self.adopt()
         if self.is_meta:
             raise RuntimeError(
@@ -237,9 +241,12 @@ class Bucket:
             )
         announce(f"gather of bucket {self.name!r}", self.groups)
         self.proofs.record_gather(self._tag)
-        self._gathered.note_sources()
-        unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
-        self._gather = self.transport.all_gather_(unsharded, self._tag)
+        if self._held:
+            self._gather = self._held.gather(self.buffers, self._tag)
+        else:
+            self._gathered.note_sources()
+            unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
+            self._gather = self.transport.all_gather_(unsharded, self._tag)
         self.state = ShardedState.IN_FLIGHT
 
     @outside_of_transforms
@@ -259,17 +266,25 @@ class Bucket:
         self.state = ShardedState.UNSHARDED
 
     @outside_of_transforms
-    def reshard(self) -> None:
+    def reshard(self, held_by: int = 0) -> None:
         """Registers the sharded parameters and frees the unsharded memory.
 
         What was written into gathered parameters is copied back: see gathered.py.
+
+        Args:
+            held_by: How many ranks hold what was gathered until it is needed again, or 0: then the
+                next gather is from the shards of all ranks.
         """
         self.unsharded_by_hand = False
+        if not held_by:
+            self._held.drop()
         if self.state is ShardedState.SHARDED and self.slots.hold(gathered=False):
             return
         self._finish_gather()
         if self.state is ShardedState.UNSHARDED:
             self._write_back()
+            if held_by:
+                self._held.keep(self.buffers, held_by)
         self.state = ShardedState.SHARDED
         self.slots.show(gathered=False)
         if not self.slots.lends_memory:
@@ -291,12 +306,15 @@ class Bucket:
         written = self._gathered.written()
         for parameter in written:
             self.buffers[parameter.segment].copy_changed(parameter.index, parameter.unsharded)
+        if written:
+            self._gathered.note_sources()  # they have the same values again
         check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
 
     @property
     def is_old(self) -> bool:
         """Whether what is gathered, or on its way, was written since in its sharded form."""
-        return self.state is not ShardedState.SHARDED and self._gathered.are_old()
+        kept = self.state is not ShardedState.SHARDED or bool(self._held)
+        return kept and self._gathered.are_old()
 
     def check_is_gathered(self) -> None:
         """Raises RuntimeError if backward used weights without any hook that saw it come."""
@@ -447,7 +465,7 @@ class Bucket:
         present = [i for i in members if self.parameters[i].sharded.grad is not None]
         reduced = buffer.reduced()
         if present:
-            self._prepare_accumulation(buffer, members)
+            prepare_accumulation(buffer, [self.parameters[i] for i in members])
         mean.write_into(reduced, first, accumulate=bool(present))
         buffer.zero_grad_padding()
         self.proofs.check(buffer.proof(), reduction.numbers, self._what, self.groups, self.updates)
@@ -457,33 +475,9 @@ class Bucket:
                 continue
             # Only a rank that saw no gradient reads the flags: no host sync in the usual step.
             if i in reduction.seen or i in present or buffer.any_rank_saw(parameter.index):
-                parameter.sharded.grad = self._sharded_grad(i)
+                parameter.sharded.grad = parameter.grad_over(buffer)
                 for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
                     hook(parameter.sharded)
-
-    def _prepare_accumulation(self, buffer: DistributedBuffer, members: list[int]) -> None:
-        """Makes the flat gradient hold exactly the gradients that the user sees."""
-        buffer.proof().zero_()
-        for i in members:
-            parameter = self.parameters[i]
-            view = buffer.local_grad_view(parameter.index)
-            grad = parameter.sharded.grad
-            if grad is None:
-                view.zero_()
-                buffer.clear_flag(parameter.index)
-            elif grad is not parameter.sharded_grad:  # set by the user
-                view.copy_(cast(RaggedDTensor, grad).to_local())
-
-    def _sharded_grad(self, i: int) -> RaggedDTensor:
-        parameter = self.parameters[i]
-        if parameter.sharded_grad is None:
-            buffer = self.buffers[parameter.segment]
-            # The placement of the parameter itself: optimizers find them equal at once.
-            sharded, view = parameter.sharded, buffer.local_grad_view(parameter.index)
-            parameter.sharded_grad = RaggedDTensor.from_local(
-                view, self.mesh, sharded.placement, sharded.shape
-            )
-        return parameter.sharded_grad
 
 
 def _accumulate(bucket: weakref.ref[Bucket], i: int, _: Tensor) -> None:

@@ -233,10 +233,15 @@ class DistributedBuffer:
             self.free_unsharded()
         return parameter
 
-    def allocate_unsharded(self) -> Tensor:
-        """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
+    def allocate(self) -> Tensor:
+        """Gives `unsharded` its memory."""
         nbytes = self.unsharded.numel() * self.unsharded.element_size()
         self.unsharded.untyped_storage().resize_(nbytes)
+        return self.unsharded
+
+    def allocate_unsharded(self) -> Tensor:
+        """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
+        self.allocate()
         size = self.plan.shard_numel
         self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
         return self.unsharded

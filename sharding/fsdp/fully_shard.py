@@ -24,6 +24,7 @@ from sharding.fsdp.arguments import (
     check_parameters,
     checked_ignored,
     checked_mesh,
+    checked_reshard,
     checked_structure,
     class_name,
     mesh_device,
@@ -80,7 +81,9 @@ def fully_shard(
             from a checkpoint; samples of them are compared before the first forward.
         reshard_after_forward: Free the gathered parameters between forward and backward. `None`
             means yes, except for the root and for the bucket that forward used last, which
-            backward would gather again at once.
+            backward would gather again at once. An integer n, a factor of the number of shards:
+            groups of n consecutive ranks hold the gathered parameters together until backward,
+            which then gathers within the group; n = 1 is `False`.
         shard_placement_fn: Not supported; layouts are planned (see `structure`).
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Only the default.
@@ -113,7 +116,6 @@ def fully_shard(
     modules = module if isinstance(module, list) else [module]
     check_modules(modules)
     check_options(
-        reshard_after_forward,
         shard_placement_fn,
         dp_mesh_dims,
         mp_policy,
@@ -123,6 +125,7 @@ def fully_shard(
         resident_padding,
     )
     mesh = checked_mesh(mesh)
+    reshard = checked_reshard(reshard_after_forward, shard_size(mesh))
     ignored = checked_ignored(ignored_params)
     sites = parameter_sites(modules, ignored)
     check_parameters(sites)
@@ -163,7 +166,7 @@ def fully_shard(
         modules,
         bucket,
         mp_policy=mp_policy,
-        reshard_after_forward=cast("bool | None", reshard_after_forward),
+        reshard_after_forward=reshard,
         optimizer=optimizer,
         ignored=ignored,
         beginnings=beginnings,

@@ -59,7 +59,8 @@ class ModuleState(AskedByTorch):
         modules: The modules of the call; a list when it was given one.
         bucket: Their bucket, or `None` if no parameter is left for this call.
         mp_policy: Casts inputs and outputs.
-        reshard_after_forward: `None` means yes, but not for the root and the last bucket.
+        reshard_after_forward: `None` means yes, but not for the root and the last bucket; a number
+            of ranks, that they hold the bucket until backward.
         optimizer: What `fully_shard` was given, until the root has checked it.
         ignored: Parameters that `fully_shard` was told to leave alone.
         beginnings: What this rank was given, until the root has compared it.
@@ -71,7 +72,7 @@ class ModuleState(AskedByTorch):
         bucket: Bucket | None,
         *,
         mp_policy: MixedPrecisionPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
         optimizer: DeclaresStructure | None = None,
         ignored: Collection[nn.Parameter] = (),
         beginnings: Beginnings | None = None,
@@ -244,12 +245,19 @@ class ModuleState(AskedByTorch):
             self.bucket.slots.unstage()
         if self.bucket is not None and is_done and not self.in_backward and watched:
             if context.in_backward or self._frees_after_forward(self.bucket, context):
-                self.bucket.reshard()
+                self.bucket.reshard(held_by=self.held_by)
         if context.root is self and not self.open_calls and not context.in_backward:
             context.end_forward()
         if self.mp_policy.output_dtype is not None:
             output = _cast(output, self.mp_policy.output_dtype)
         return output
+
+    @property
+    def held_by(self) -> int:
+        """How many ranks hold the bucket together after forward; 0 for all."""
+        return (
+            0 if isinstance(self.reshard_after_forward, bool) else self.reshard_after_forward or 0
+        )
 
     def _frees_after_forward(self, bucket: Bucket, context: RootContext) -> bool:
         """By default what backward needs first stays: it would be gathered again at once."""
@@ -258,7 +266,7 @@ class ModuleState(AskedByTorch):
         if self.reshard_after_forward is None:
             first_in_backward = context.root is self or context.is_last(bucket)
             return not (torch.is_grad_enabled() and first_in_backward)
-        return self.reshard_after_forward
+        return bool(self.reshard_after_forward)
 
     def _cast_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]

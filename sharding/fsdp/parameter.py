@@ -13,6 +13,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
+from sharding.fsdp.buffer import DistributedBuffer
 from sharding.planning.negotiation import BucketPlan
 from sharding.planning.planner import ALIGN
 from sharding.tensor.placement import RaggedShard
@@ -47,6 +48,16 @@ class BucketParameter:
             self.sharded.grad = None
         elif self.sharded.grad is not None:
             self.sharded.grad.zero_()
+
+    def grad_over(self, buffer: DistributedBuffer) -> RaggedDTensor:
+        """The sharded gradient, over the averaged gradients of the buffer; made once."""
+        if self.sharded_grad is None:
+            # The placement of the parameter itself: optimizers find them equal at once.
+            sharded, view = self.sharded, buffer.local_grad_view(self.index)
+            self.sharded_grad = RaggedDTensor.from_local(
+                view, sharded._spec.mesh, sharded.placement, sharded.shape
+            )
+        return self.sharded_grad
 
     def check_user_grad(self) -> None:
         """Raises for a gradient that cannot be added to, before any rank waits for another."""
@@ -86,6 +97,19 @@ class BucketParameter:
         else:
             self.sharded.copy_(held.detach())
         self.sharded.requires_grad_(held.requires_grad)
+
+
+def prepare_accumulation(buffer: DistributedBuffer, parameters: Sequence[BucketParameter]) -> None:
+    """Makes the flat gradient of a segment hold exactly the gradients that the user sees."""
+    buffer.proof().zero_()
+    for parameter in parameters:
+        view = buffer.local_grad_view(parameter.index)
+        grad = parameter.sharded.grad
+        if grad is None:
+            view.zero_()
+            buffer.clear_flag(parameter.index)
+        elif grad is not parameter.sharded_grad:  # set by the user
+            view.copy_(cast(RaggedDTensor, grad).to_local())
 
 
 def placement_in(plan: BucketPlan, i: int) -> RaggedShard:

@@ -6,6 +6,8 @@ torch's `fully_shard` takes it: dim 0 replicates, dim 1 shards.
 
 from __future__ import annotations
 
+import weakref
+
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
@@ -25,6 +27,29 @@ def shard_rank(mesh: DeviceMesh) -> int:
 def shard_size(mesh: DeviceMesh) -> int:
     """The number of pieces that a tensor is cut into."""
     return mesh.size(mesh.ndim - 1)
+
+
+def part_of_shard_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup:
+    """The group of `ranks` consecutive ranks of the shard axis that this one is in.
+
+    Made once for each size, a collective of its ranks; of the same backends as the shard group.
+    """
+    whole = shard_group(mesh)
+    parts = _parts.setdefault(whole, {})
+    if ranks not in parts:
+        first = shard_rank(mesh) // ranks * ranks
+        members = dist.get_process_group_ranks(whole)[first : first + ranks]
+        parts[ranks] = dist.new_group(
+            members,
+            backend=dist.distributed_c10d.get_backend_config(whole),
+            use_local_synchronization=True,
+        )
+    return parts[ranks]
+
+
+_parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:

@@ -154,10 +154,10 @@ ARGUMENTS = (
         "reshard_after_forward=True, False, None",
         lambda s: [s.sharded(reshard_after_forward=each) for each in (True, False, None)],
     ),
-    refused(
+    Call(
         "reshard_after_forward",
         "reshard_after_forward=2",
-        lambda s: s.sharded(reshard_after_forward=2),
+        lambda s: [s.sharded(reshard_after_forward=each) for each in (1, 2)],
     ),
     refused(
         "shard_placement_fn",

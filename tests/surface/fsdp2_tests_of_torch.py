@@ -34,14 +34,10 @@ ENDINGS = {
         "extensions: test_all_gather_extension_outer_size_stride",
         "extensions: test_all_gather_extension_hsdp_mesh",
     ),
-    "*refused*: its case of `reshard_after_forward=2`; the other cases pass": (
-        "autograd: test_unused_forward_output",
-        "autograd: test_unused_forward_module",
-        "frozen: test_multi_forward_mixed_requires_grad",
-        "mixed_precision: test_reduce_dtype",
-        "training: test_param_registration_after_backward",
-    ),
     "*refused*: `set_post_optim_event`": ("training: test_post_optim_event",),
+    "*better*: over gloo, 16-bit gradients are summed in fp32": (
+        "mixed_precision: test_reduce_dtype",
+    ),
     "*better*: expects an error of what works here, a scalar and a non-contiguous parameter": (
         "init: test_raise_scalar_parameter",
         "init: test_raise_noncontiguous_parameter",
