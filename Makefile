@@ -25,7 +25,7 @@ deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)
 
 docs: setup ## write docs/fsdp2-calls.md anew from the test that makes it
-	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/surface/test_fsdp2_calls.py
+	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/docs/test_fsdp2_calls.py
 
 check: direction format lint types ## import direction, formatting, lint, types
 

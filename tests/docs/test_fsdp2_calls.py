@@ -91,7 +91,7 @@ INTRODUCTION = """\
 # A call of FSDP2, and what it does here
 
 A test runs each row with torch's `fully_shard` and with this one and compares the results
-(`tests/surface/test_fsdp2_calls.py`, which writes this page). *same*: the results are equal.
+(`tests/docs/test_fsdp2_calls.py`, which writes this page). *same*: the results are equal.
 *better*, *other*: it works, as the row says. *refused*: it raises the error that is quoted.
 """
 

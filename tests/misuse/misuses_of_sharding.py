@@ -6,7 +6,7 @@ import pickle
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
-from misuse import Misuse, Scene
+from rows import Misuse, Scene
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from misuse import Misuse, Scene
+from rows import Misuse, Scene
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard

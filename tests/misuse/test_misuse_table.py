@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from misuse import Scene
 from misuses_of_sharding import MISUSES_OF_SHARDING
 from misuses_of_training import MISUSES_OF_TRAINING
+from rows import Scene
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 

@@ -1,7 +1,4 @@
-"""Granules against their definition, written out here. Pure integers.
-
-Run: pytest tests/sharding/test_granule.py
-"""
+"""Granules against their definition, written out here. Pure integers."""
 
 import pytest
 from hypothesis import given, settings

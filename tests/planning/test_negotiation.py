@@ -1,7 +1,4 @@
-"""Negotiation: stored demands hold, residency is bought within the tolerance, errors name names.
-
-Run: pytest tests/sharding/test_negotiation.py
-"""
+"""Negotiation: stored demands hold, residency is bought within the tolerance, errors name names."""
 
 import dataclasses
 import os

@@ -1,7 +1,4 @@
-"""The planner against exhaustive search and an independent validator. Pure integers.
-
-Run: pytest tests/sharding/test_planner.py
-"""
+"""The planner against exhaustive search and an independent validator. Pure integers."""
 
 import random
 import time

@@ -1,6 +1,5 @@
 """How good the search is: against brute force, the published heuristic, and a study's figures.
 
-Run: pytest tests/sharding/test_planner_search.py
 The profile `deep` tries 2,000 instances of each family.
 """
 

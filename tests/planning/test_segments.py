@@ -1,7 +1,4 @@
-"""Buckets of several segments: which are chosen, how they are moved, and that they train.
-
-Run: pytest tests/sharding/test_segments.py
-"""
+"""Buckets of several segments: which are chosen, how they are moved, and that they train."""
 
 import random
 from functools import partial

@@ -1,7 +1,4 @@
-"""Structures: which elements make a matrix, checked by reading element numbers.
-
-Run: pytest tests/sharding/test_structure.py
-"""
+"""Structures: which elements make a matrix, checked by reading element numbers."""
 
 import copy
 import pickle
