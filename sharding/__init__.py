@@ -3,7 +3,8 @@
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from sharding.checkpoint.full_state import load_full_state_dict
-from sharding.fsdp.fully_shard import FSDPModule, fully_shard
+from sharding.fsdp.fsdp_module import FSDPModule
+from sharding.fsdp.fully_shard import fully_shard
 from sharding.planning.structure import Blocks, Elementwise, FullMatrix, RowPanels
 from sharding.report import layout
 from sharding.tensor.placement import RaggedShard

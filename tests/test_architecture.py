@@ -68,6 +68,7 @@ ORDER = {
         "asked_by_torch",
         "module_state",
         "arguments",
+        "fsdp_module",
         "fully_shard",
     ],
     "vfsdp_optim": [

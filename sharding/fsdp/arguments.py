@@ -30,6 +30,14 @@ from sharding.transport.backends import backend_of, device_types, world
 Site = tuple[nn.Module, str]
 
 
+class RefusedByTorch(AssertionError):
+    """For what torch's `fully_shard` raises an AssertionError: who catches that catches this."""
+
+
+class ArgumentRefused(ValueError, RefusedByTorch):
+    """A module or a mesh that neither of them takes."""
+
+
 def class_name(module: nn.Module) -> str:
     """The name of a module's class as the user wrote it."""
     cls = type(module)
@@ -57,8 +65,9 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
                 f"{name} averages gradients itself; call fully_shard on the module that it wraps"
             )
         if state_of(module) is not None:
-            raise ValueError(
-                f"{name} is fully sharded already; call fully_shard once on each module"
+            raise ArgumentRefused(
+                f"{name} is fully sharded already. Each distinct composable distributed API can "
+                f"only be applied to a module once. Call fully_shard once on each module"
             )
         if isinstance(module, torch_fsdp.FSDPModule):
             raise ValueError(
@@ -142,10 +151,10 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"dimensions for data, mesh['shard'] or mesh['replicate', 'shard']"
         )
     if mesh.ndim == 2 and mesh.mesh_dim_names is None:
-        raise ValueError(
-            f"fully_shard expects mesh_dim_names of the 2D mesh for HSDP but got {mesh!r}; make it "
-            f"with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 replicates, "
-            f"dim 1 shards"
+        raise ArgumentRefused(
+            f"Please init the 2D mesh for HSDP with mesh_dim_names specified, got {mesh!r}; make "
+            f"it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 "
+            f"replicates, dim 1 shards"
         )
     if mesh.get_coordinate() is None:
         raise ValueError(

@@ -15,6 +15,7 @@ list above needs are here; any other one raises, and names itself.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch.distributed.fsdp as torch_fsdp
@@ -27,14 +28,35 @@ class AskedByTorch:
 
     _comm_ctx: object = None  # torch keeps streams here
     _fsdp_param_groups: tuple[()] = ()  # what torch does to each is done by the bucket
-    all_states: tuple[()] = ()  # of a root
 
     @property
     def _state_ctx(self) -> AskedByTorch:
         return self
 
+    @property
+    def _is_root(self) -> bool | None:
+        """Whether it runs first; None as long as that is not decided."""
+        return self.is_root
+
+    def _lazy_init(self) -> None:
+        self.lazy_init()
+
     def _root_post_backward_final_callback(self) -> None:
         self.reduce_waiting_gradients()
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether it runs first; None as long as that is not decided."""
+        raise NotImplementedError
+
+    @property
+    def all_states(self) -> Sequence[AskedByTorch]:
+        """Those of its root, itself first; none as long as that is not decided."""
+        raise NotImplementedError
+
+    def lazy_init(self) -> object:
+        """Decide who is the root."""
+        raise NotImplementedError
 
     def reduce_waiting_gradients(self) -> None:
         """Reduce what backwards without sync have left."""

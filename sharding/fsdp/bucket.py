@@ -32,7 +32,7 @@ from sharding.fsdp.parameter import (
     prepare_accumulation,
 )
 from sharding.fsdp.proofs import Proofs, UpdateLog, attach_log
-from sharding.fsdp.reduction import Reduction, Replicas
+from sharding.fsdp.reduction import Reduction, ReductionWishes, Replicas
 from sharding.fsdp.slots import Slots
 from sharding.fsdp.transforms import outside_of_transforms
 from sharding.planning.negotiation import BucketPlan
@@ -72,6 +72,7 @@ class Bucket:
     ) -> None:
         self.plan = plan
         self.name = plan.name
+        self.prefix = ""  # of its parameters' names below the root
         self.mesh = mesh
         self.groups = groups_of(mesh)  # all that the ranks of the mesh must agree over
         self.transport = Transport(shard_group(mesh), mesh.device_type)
@@ -91,6 +92,7 @@ class Bucket:
             for segment, dtype in enumerate(plan.dtypes)
         ]
         self._make_slots()
+        self.wishes = ReductionWishes()
         self._tag = next_tag(self.transport.group)
         self.replicas = Replicas.of_mesh(mesh, len(self._slots))
         self.parameters = [
@@ -236,7 +238,9 @@ class Bucket:
             self.adopt()
         if self.is_meta:
             raise RuntimeError(
-                f"parameters {[p.fqn for p in self.parameters]} are on the meta device; call "
+                f"FSDP parameters should be materialized from meta device before training, but the "
+                f"following were still on meta device: "
+                f"{[self.prefix + p.fqn for p in self.parameters]}; call "
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
         announce(f"gather of bucket {self.name!r}", self.groups)
@@ -426,6 +430,7 @@ class Bucket:
                 members = self._members[segment]
                 seen = {self.parameters[i].index for i in members if i in self._seen}
                 self.buffers[segment].complete_slots(seen, numbers)
+                self.wishes.scale(self.buffers[segment], self.groups)
             means.append(slots.reduce(self.transport, self.workspace))
         borrowed = [slots.release() for slots in self._slots]
         self._reduction = Reduction(
@@ -466,6 +471,7 @@ class Bucket:
         reduced = buffer.reduced()
         if present:
             prepare_accumulation(buffer, [self.parameters[i] for i in members])
+        self.wishes.show(mean, first, buffer.plan.shard_numel)
         mean.write_into(reduced, first, accumulate=bool(present))
         buffer.zero_grad_padding()
         self.proofs.check(buffer.proof(), reduction.numbers, self._what, self.groups, self.updates)

@@ -297,6 +297,10 @@ class DistributedBuffer:
                 target.zero_()
         slots[:, self._proof].copy_(columns(numbers, slots.dtype, slots.device))
 
+    def scale_slots(self, factor: float) -> None:
+        """Multiplies all addends, not what travels beside them."""
+        self._slots()[:, : self.plan.shard_numel].mul_(factor)
+
     def proof(self) -> Tensor:
         """(NUMEL,), the proofs of all ranks after their sum."""
         return self.reduced()[self._proof]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,6 +88,7 @@ class ModuleState(AskedByTorch):
         self.forward_prefetch: list[ModuleState] = []
         self.backward_prefetch: list[ModuleState] = []
         self.is_last_backward = True
+        self.post_optim_event: Any = None  # that the next forward of the root waits for
         self._call = _Call()  # the last one that began
         self._open: set[_Call] = set()  # that this backward has entered and not left
         self._kept: KeptTensors | None = None
@@ -120,13 +121,23 @@ class ModuleState(AskedByTorch):
             return self.context
         if len(self.modules) > 1:
             raise RuntimeError(
-                f"the first fully sharded module to run must be a single root, got the group "
+                f"FSDP requires a single root module but got the group "
                 f"{[type(m).__name__ for m in self.modules]}: call fully_shard on the model that "
                 f"holds them"
             )
         context = RootContext(self)
         self._take_in_states(context)
         return context
+
+    @property
+    def is_root(self) -> bool | None:
+        """Whether it runs first; None before a first forward."""
+        return None if self.context is None else self.context.root is self
+
+    @property
+    def all_states(self) -> list[ModuleState]:
+        """All that share its root, the root's first; none before a first forward."""
+        return [] if self.context is None else cast("list[ModuleState]", self.context.states)
 
     def _take_in_states(self, context: RootContext) -> None:
         """Has the states below that are new to this root join it, and checks what there is now."""
@@ -180,6 +191,7 @@ class ModuleState(AskedByTorch):
         self._kept = KeptTensors(self.modules, below, self._announce_kept)
         if self.bucket is not None:
             self.bucket.name = self.bucket.slots.name = name
+            self.bucket.prefix = f"{name}." if name and len(self.modules) == 1 else ""
             self.bucket.set_workspace(context.workspace)
             # The graph of a backward may reach parameters before any module's hook.
             self.bucket.grad_arrived = context.begin_backward
@@ -229,6 +241,9 @@ class ModuleState(AskedByTorch):
     def begin_forward(self) -> None:
         """Forgets modules that were still to run in the last forward."""
         self._running.clear()
+        event, self.post_optim_event = self.post_optim_event, None
+        if event is not None:
+            event.wait()
         if self.bucket is not None:
             self.bucket.stays_gathered = self.reshard_after_forward is False
 

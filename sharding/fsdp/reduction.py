@@ -19,8 +19,9 @@ next backward with `requires_all_reduce`, whether it runs the module or not.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Protocol
 
 import torch
@@ -28,7 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.fsdp.buffer import Workspace
+from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.proofs import Numbers
 from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
@@ -108,6 +109,25 @@ class _Kept:
     sums: list[Tensor | None]  # (T,) of each `GradientSlots`
     seen: set[int]
     numbers: list[Numbers]
+
+
+@dataclass(slots=True)
+class ReductionWishes:
+    """What a user asked of a bucket's reductions beside averages."""
+
+    divide_factor: float | None = None  # of the sum over all ranks; None for their number
+    hook: Callable[[Tensor], object] | None = None  # gets reduced gradients, and may write them
+
+    def scale(self, buffer: DistributedBuffer, groups: Sequence[dist.ProcessGroup]) -> None:
+        """Have the average of the addends be the wanted fraction of their sum."""
+        if self.divide_factor is not None:
+            ranks = prod(dist.get_world_size(group) for group in groups)
+            buffer.scale_slots(ranks / self.divide_factor)
+
+    def show(self, mean: PendingMean, first: int, numel: int) -> None:
+        """Call the hook with one segment's part of a mean."""
+        if self.hook is not None:
+            self.hook(mean.part(first, numel))
 
 
 class Replicas:

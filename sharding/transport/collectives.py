@@ -105,6 +105,15 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.pairwise = is_pairwise(backend_of(group, device_type), self.world_size)
+        self.sums_only = False  # whether a native backend is asked for sums, not averages
+
+    @property
+    def _op(self) -> dist.ReduceOp.RedOpType:
+        return dist.ReduceOp.SUM if self.sums_only else dist.ReduceOp.AVG
+
+    @property
+    def _left_to_divide(self) -> int:
+        return self.world_size if self.sums_only else 1
 
     def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
         """Fills each of `buffers` from every rank's own slot of it, as one call.
@@ -173,10 +182,8 @@ class Transport:
             mine = slots[self.rank]
             if self.world_size == 1:
                 return PendingMean(Pending(()), [mine], divisor=1)
-            work = _reduce_scatter_flat(
-                mine, buffer, op=dist.ReduceOp.AVG, group=self.group, async_op=True
-            )
-            return PendingMean(Pending(_posted(work), (buffer,)), [mine], divisor=1)
+            work = _reduce_scatter_flat(mine, buffer, op=self._op, group=self.group, async_op=True)
+            return PendingMean(Pending(_posted(work), (buffer,)), [mine], self._left_to_divide)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         received = list(workspace.view(self.world_size, -1).unbind(0))
@@ -207,7 +214,8 @@ class Transport:
         if self.world_size == 1:
             return PendingMean(Pending(()), [addend], divisor)
         if not self.pairwise:
-            work = dist.all_reduce(addend, dist.ReduceOp.AVG, group=self.group, async_op=True)
+            work = dist.all_reduce(addend, self._op, group=self.group, async_op=True)
+            divisor *= self._left_to_divide
             return PendingMean(Pending(_posted(work), (addend,)), [addend], divisor)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
@@ -232,6 +240,15 @@ class PendingMean:
         """Completes the communication and sums; `what` names the reduction in errors."""
         self._pending.wait(what)
         self._total, self._addends = self._sum_in_rank_order(), []
+
+    def part(self, first: int, numel: int) -> Tensor:
+        """(numel,), a part of the mean, which `write_into` writes as the caller leaves it."""
+        if self._total is None:
+            raise RuntimeError("a mean is looked at before its reduction was waited for")
+        if self._divisor > 1:
+            self._total.div_(self._divisor)
+            self._divisor = 1
+        return self._total[first : first + numel]
 
     def write_into(self, out: Tensor, first: int, *, accumulate: bool) -> None:
         """Writes (or adds) a part of the mean to `out`, cast to its dtype.

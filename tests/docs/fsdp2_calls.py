@@ -274,6 +274,26 @@ def _unused(scene: Scene, enable: bool) -> Any:
     return scene.trained(model)
 
 
+def _reduced(scene: Scene, name: str, value: Any) -> Any:
+    model = scene.model()
+    getattr(model, name)(value)
+    return scene.trained(model)
+
+
+class _Event:
+    """Of a device whose work is done when it returns."""
+
+    def wait(self, stream: object = None) -> None:
+        """Return at once."""
+
+
+def _divided(scene: Scene, name: str) -> Any:
+    model = scene.model()
+    model.set_force_sum_reduction_for_comms(True)  # gloo has nothing else in torch's
+    getattr(model, name)(3.0)
+    return scene.trained(model)
+
+
 def _setter(name: str, *values: Any) -> Callable[[Scene], Any]:
     return lambda scene: getattr(scene.model(), name)(*values)
 
@@ -307,15 +327,30 @@ METHODS = (
         lambda s: _unused(s, False),
     ),
     *(
+        Call(name, f"{name}(3.0)", lambda s, name=name: _divided(s, name))  # type: ignore[misc]
+        for name in ("set_gradient_divide_factor", "set_reduce_scatter_divide_factor")
+    ),
+    Call(
+        "set_force_sum_reduction_for_comms",
+        "set_force_sum_reduction_for_comms(True)",
+        lambda s: _reduced(s, "set_force_sum_reduction_for_comms", True),
+    ),
+    Call(
+        "set_all_reduce_hook",
+        "set_all_reduce_hook(hook)",
+        lambda s: _reduced(s, "set_all_reduce_hook", lambda reduced: reduced.mul_(2)),
+        words="It gets a flat tensor for each dtype of the bucket.",
+    ),
+    Call(
+        "set_post_optim_event",
+        "set_post_optim_event(event)",
+        lambda s: _reduced(s, "set_post_optim_event", _Event()),
+    ),
+    *(
         refused(name, f"{name}({shown})", _setter(name, *values))
         for name, shown, *values in (
             ("set_custom_all_gather", "...", None),
             ("set_custom_reduce_scatter", "...", None),
-            ("set_all_reduce_hook", "...", print),
-            ("set_post_optim_event", "event", None),
-            ("set_gradient_divide_factor", "2.0", 2.0),
-            ("set_reduce_scatter_divide_factor", "2.0", 2.0),
-            ("set_force_sum_reduction_for_comms", "True", True),
             ("set_reduce_scatter_max_input_buffers", "2", 2),
             (
                 "set_separate_reduce_scatter_group",

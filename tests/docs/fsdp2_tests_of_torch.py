@@ -34,19 +34,12 @@ ENDINGS = {
         "extensions: test_all_gather_extension_outer_size_stride",
         "extensions: test_all_gather_extension_hsdp_mesh",
     ),
-    "*refused*: `set_post_optim_event`": ("training: test_post_optim_event",),
     "*better*: over gloo, 16-bit gradients are summed in fp32": (
         "mixed_precision: test_reduce_dtype",
     ),
     "*better*: expects an error of what works here, a scalar and a non-contiguous parameter": (
         "init: test_raise_scalar_parameter",
         "init: test_raise_noncontiguous_parameter",
-    ),
-    "*same*: refused here too, by an error of another class or with other words": (
-        "state: test_fully_shard_deepcopy",
-        "state: test_fully_shard_reapply",
-        "init: test_2d_mesh_without_mesh_dim_names",
-        "init: test_invalid_meta_device_init",
     ),
     "*other*: expects each parameter cut along dim 0, with a piece on every rank": (
         "init: test_shard_tensor_parameters",
@@ -70,10 +63,8 @@ ENDINGS = {
         "init: test_managed_modules_nested",
         "init: test_managed_modules_nested_fully_shard_and_replicate",
         "init: test_managed_states_nested_fully_shard",
-        "init: test_fully_shard_is_root",
         "init: test_fully_shard_module_and_param_fqns",
         "init: test_fully_shard_double_lazy_init",
-        "init: test_fully_shard_multi_module_root",
     ),
 }
 

@@ -396,7 +396,7 @@ def errors_of_meshes() -> list[str]:
     errors = []
     for sizes, names in [((1, 2, 1), ("a", "b", "c")), ((1, 2), None)]:
         model, mesh = Vector(), init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        with pytest.raises(ValueError, match="fully_shard expects") as error:
+        with pytest.raises(ValueError, match=r"mesh_dim_names|1D or 2D") as error:
             fully_shard(model, mesh=mesh)
         assert type(model) is Vector
         errors.append(str(error.value).replace(repr(mesh), "MESH"))
@@ -417,9 +417,9 @@ def test_errors_say_what_to_do() -> None:
         assert errors == [
             "fully_shard expects a 1D or 2D DeviceMesh but got MESH; pass the one or two "
             "dimensions for data, mesh['shard'] or mesh['replicate', 'shard']",
-            "fully_shard expects mesh_dim_names of the 2D mesh for HSDP but got MESH; make it with "
-            "init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 replicates, dim 1 "
-            "shards",
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, got MESH; make it "
+            "with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 replicates, "
+            "dim 1 shards",
             "set_requires_all_reduce(False): Vector is not sharded over a 2-D mesh, so there are "
             "no replicas to average over later; use set_requires_gradient_sync(False), or shard "
             "over mesh['replicate', 'shard']",

@@ -14,6 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import vfsdp_optim
 from sharding import FullMatrix, MixedPrecisionPolicy, fully_shard
+from sharding.fsdp.arguments import ArgumentRefused
+from sharding.fsdp.fsdp_module import CopyRefused
 from small_models import Small, loss_of, shard
 
 
@@ -132,7 +134,7 @@ MISUSES_OF_SHARDING = [
         ValueError,
         ("ModuleList", "each module inside"),
     ),
-    Misuse("sharded_twice", lambda s: fully_shard(s.model), ValueError, ("Small", "once")),
+    Misuse("sharded_twice", lambda s: fully_shard(s.model), ArgumentRefused, ("Small", "once")),
     Misuse(
         "twice_in_one_list",
         lambda s: fully_shard([s.plain.head, s.plain.head]),
@@ -157,7 +159,7 @@ MISUSES_OF_SHARDING = [
     Misuse(
         "mesh_of_two_unnamed_dimensions",
         lambda s: fully_shard(s.plain, mesh=init_device_mesh("cpu", (1, 2))),
-        ValueError,
+        ArgumentRefused,
         ("(1, 2)", "mesh_dim_names", "dim 0 replicates", "dim 1 shards"),
     ),
     Misuse(
@@ -221,8 +223,8 @@ MISUSES_OF_SHARDING = [
     Misuse(
         "resharding_to_three_ranks",
         lambda s: fully_shard(s.plain, reshard_after_forward=3),
-        NotImplementedError,
-        ("reshard_after_forward=3", "True, False or None"),
+        ValueError,
+        ("reshard_after_forward", "factor of 2, not 3"),
     ),
     Misuse(
         "placement_function",
@@ -362,9 +364,15 @@ MISUSES_OF_SHARDING = [
     ),
     Misuse(
         "unsupported_method",
-        lambda s: s.model.set_gradient_divide_factor(2.0),
+        lambda s: s.model.set_unshard_in_backward(False),
         NotImplementedError,
-        ("set_gradient_divide_factor", "scale the loss"),
+        ("set_unshard_in_backward", "needs the parameters"),
+    ),
+    Misuse(
+        "gradients_divided_by_nothing",
+        lambda s: s.model.set_gradient_divide_factor(0),
+        ValueError,
+        ("set_gradient_divide_factor", "positive number", "got 0"),
     ),
     Misuse(
         "unused_parameters_left_out",
@@ -382,13 +390,13 @@ MISUSES_OF_SHARDING = [
     Misuse(
         "deepcopy_of_a_module",
         lambda s: copy.deepcopy(s.model),
-        NotImplementedError,
+        CopyRefused,
         ("Small", "before fully_shard", "state_dict"),
     ),
     Misuse(
         "pickle_of_a_module",
         lambda s: pickle.dumps(s.model.blocks[0]),
-        NotImplementedError,
+        CopyRefused,
         ("Block", "state_dict"),
     ),
     Misuse(
