@@ -70,7 +70,7 @@ def set_up(layers: int, experts: int) -> tuple[int, dict[str, float]]:
             fully_shard(layer, optimizer=optimizer)
     seconds["fully_shard of all layers"] = time.perf_counter() - start
     timed("plan of a step", seconds, lambda: optimizer.plan())
-    timed("check before a step", seconds, lambda: optimizer._current_layout())
+    timed("check before a step", seconds, lambda: optimizer._current_working_set())
     return sum(1 for _ in model.parameters()), seconds
 
 
@@ -84,7 +84,7 @@ def per_step(count: int, rounds: int) -> tuple[float, float]:
         optimizer.step()
     best = [float("inf")] * 2
     for _ in range(rounds):  # in turns: machines are shared
-        for i, work in enumerate((ours._current_layout, theirs.step)):
+        for i, work in enumerate((ours._current_working_set, theirs.step)):
             start = time.perf_counter()
             work()
             best[i] = min(best[i], time.perf_counter() - start)

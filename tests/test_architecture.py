@@ -23,7 +23,7 @@ ORDER = {
         "search",
         "planner",
         "segments",
-        "units",
+        "holders",
         "ownership",
         "structure",
         "negotiation",
@@ -101,7 +101,7 @@ ORDER = {
         "admission",
         "standing_state",
         "working_set",
-        "agreement",
+        "plan_proof",
     ],
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
     "vfsdp_optim.capacity": [
@@ -149,7 +149,7 @@ PURE = [
     "sharding.planning.search",
     "sharding.planning.planner",
     "sharding.planning.segments",
-    "sharding.planning.units",
+    "sharding.planning.holders",
     "sharding.planning.ownership",
     "sharding.checkpoint.names",
     "sharding.checkpoint.optimizer_checks",
@@ -304,6 +304,27 @@ def check_file(name: str, source: str) -> list[str]:
     return wrong
 
 
+def named_twice(sources: dict[str, str]) -> list[str]:
+    """Return classes, public functions and constants, and files that two places have.
+
+    A name says one thing to readers, in whatever package they are; `_Job` is `Job` to them.
+    """
+    places: dict[str, list[str]] = {}
+    for file, source in sources.items():
+        if (stem := Path(file).stem)[:2] != "__":
+            places.setdefault(f"{stem}.py", []).append(file)
+        tree = ast.parse(source)
+        names = [n.name.lstrip("_") for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
+        names += [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            names += [t.id for t in targets if isinstance(t, ast.Name) and t.id[0].isupper()]
+        for name in names:
+            if name[0] != "_" and name != "main":
+                places.setdefault(name, []).append(file)
+    return [f"{name}: {', '.join(files)}" for name, files in places.items() if len(files) > 1]
+
+
 def _label(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
@@ -355,6 +376,10 @@ def test_file_is_short_and_has_a_telling_name(path: Path) -> None:
     assert check_file(_label(path), path.read_text()) == []
 
 
+def test_one_name_stands_for_one_thing_in_both_packages() -> None:
+    assert named_twice({_label(path): path.read_text() for path in MODULES}) == []
+
+
 def test_no_test_folder_is_a_package_that_hides_ours() -> None:
     # tests/ is on sys.path: as a package, tests/sharding would be imported as `sharding`.
     assert list((ROOT / "tests").rglob("__init__.py")) == []
@@ -370,11 +395,11 @@ PLANS = "sharding.planning"
         ("import vfsdp_optim", CORE, "bucket", "imports vfsdp_optim"),
         ("from vfsdp_optim.muon import Muon", "sharding", "report", "imports vfsdp_optim.muon"),
         ("from sharding.fsdp.buffer import x", PLANS, "planner", "imports fsdp"),
-        ("from sharding.planning.units import x", PLANS, "planner", "imports units"),
-        ("from sharding.planning import units", PLANS, "planner", "imports units"),
+        ("from sharding.planning.holders import x", PLANS, "planner", "imports holders"),
+        ("from sharding.planning import holders", PLANS, "planner", "imports holders"),
         ("from sharding import report", CORE, "root", "imports report"),
-        ("from .units import x", PLANS, "planner", "imports units"),
-        ("from . import units", PLANS, "planner", "imports units"),
+        ("from .holders import x", PLANS, "planner", "imports holders"),
+        ("from . import holders", PLANS, "planner", "imports holders"),
         ("from ..fsdp import buffer", PLANS, "planner", "imports fsdp"),
         ("import sharding.fsdp.buffer", PLANS, "planner", "imports fsdp"),
         ("from sharding import fully_shard", CORE, "bucket", "imports __init__"),
@@ -447,6 +472,23 @@ def test_checker_finds_a_folder_that_says_little_or_holds_something() -> None:
     assert check_room(page, CORE) == []
     assert len(check_room('"""What lives here."""\n', CORE)) == 1
     assert len(check_room(page + "from sharding.fsdp.bucket import Bucket\n", CORE)) == 1
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("class Bucket: pass", "Bucket"),
+        ("def f():\n    class _Bucket: pass", "Bucket"),
+        ("def plan(): pass", "plan"),
+        ("FORMAT = 1", "FORMAT"),
+    ],
+)
+def test_checker_finds_a_second_thing_of_one_name(source: str, name: str) -> None:
+    first = "class Bucket: pass\ndef plan(): pass\ndef _part(): pass\nFORMAT = 2"
+    planted = {"sharding/one.py": first, "vfsdp_optim/two.py": f"{source}\ndef _part(): pass"}
+    assert named_twice(planted) == [f"{name}: sharding/one.py, vfsdp_optim/two.py"]
+    moved = {"sharding/one.py": "", "vfsdp_optim/step/one.py": "", "vfsdp_optim/__init__.py": ""}
+    assert named_twice(moved) == ["one.py: sharding/one.py, vfsdp_optim/step/one.py"]
 
 
 def test_checker_finds_empty_names_and_long_files() -> None:

@@ -18,15 +18,15 @@ from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, s
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
 from vfsdp_optim.checkpoint.values import agreed, recast
-from vfsdp_optim.parameters.given import Places, check_current, distinct, named
+from vfsdp_optim.parameters.given import GroupPlaces, check_current, distinct, named
 from vfsdp_optim.parameters.group import Group, complete
 from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.admission import admit
-from vfsdp_optim.step.agreement import check_agreement
 from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
+from vfsdp_optim.step.plan_proof import check_agreement
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.sharded_units import (
     LocalMatrices,
@@ -35,7 +35,7 @@ from vfsdp_optim.step.sharded_units import (
     make_parts,
 )
 from vfsdp_optim.step.units import jobs_by_ranks
-from vfsdp_optim.step.working_set import Layout, make_layout
+from vfsdp_optim.step.working_set import WorkingSet, make_working_set
 
 # With less, DeepSeek-V3's work on 1024 ranks is out of balance. Only what is needed is reserved.
 MAX_EXCHANGE_BYTES = 1 << 31
@@ -96,11 +96,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
         check_used(algorithm.defaults, self.param_groups, type(self).__name__)
 
     def _reset(self) -> None:
-        self._layout: Layout | None = None
+        self._working_set: WorkingSet | None = None
         self._edited = False  # whether users are writing into the state
         self._loading: frozenset[Tensor] = frozenset()  # what gets state whether it trains or not
         self._checked_plans: dict[Ranks, str] = {}
-        self._places = Places()
+        self._places = GroupPlaces()
         self._scratch = Scratch()
 
     # ---------------------------------------------------------------- groups
@@ -197,7 +197,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             self._states.pop(param, None)
             self.param_groups[g]["params"][i] = sharded[param]
             self._places.note(sharded[param], (g, i))
-        self._layout = None
+        self._working_set = None
 
     @property
     def algorithms(self) -> Mapping[str, Algorithm]:
@@ -211,11 +211,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def plan(self) -> OptimizerPlan:
         """Return what a step does with each parameter, to print; communicates nothing."""
-        layout = self._current_layout()
-        members, groups = layout.members, self.param_groups
+        working = self._current_working_set()
+        members, groups = working.members, self.param_groups
         jobs = list(jobs_by_ranks(members, groups, self._algorithms, self._scratch).values())
-        algorithms = [self._algorithm(member).name for member in layout.members]
-        return make_plan(layout.members, algorithms, jobs, self._max_exchange_bytes)
+        algorithms = [self._algorithm(member).name for member in working.members]
+        return make_plan(working.members, algorithms, jobs, self._max_exchange_bytes)
 
     # ---------------------------------------------------------------- state
 
@@ -227,21 +227,21 @@ class StructuredOptimizer(torch.optim.Optimizer):
         which copies it into memory of its own. See [Note: state that users write] in
         standing_state.py.
         """
-        if self._layout is not None and not self._layout.standing.holds(self._states):
-            self._layout = None  # frees what was replaced
+        if self._working_set is not None and not self._working_set.standing.holds(self._states):
+            self._working_set = None  # frees what was replaced
             self._edited = True
         if not self._edited or not self._states:
-            self._current_layout()
+            self._current_working_set()
         return self._states
 
     @state.setter
     def state(self, value: defaultdict[Tensor, Any]) -> None:
         self._states = value
-        self._layout = None
+        self._working_set = None
         self._edited = True
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a copy needs; its layout is found again."""
+        """Return what a copy needs; its working set is found again."""
         return {
             **super().__getstate__(),
             "_algorithms": self._algorithms,
@@ -272,7 +272,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        self._current_layout()
+        self._current_working_set()
         saved = packed(self.param_groups, self._states)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             saved = post_hook(self, saved) or saved
@@ -290,7 +290,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError: the state does not fit in another way than by its precision.
         """
-        members = self._current_layout().members
+        members = self._current_working_set().members
         return converted(state_dict, self.param_groups, self._algorithms, members)
 
     @torch.no_grad()
@@ -316,34 +316,34 @@ class StructuredOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre_hook(self, state_dict) or state_dict
         # Of copies each process may load alone.
-        peers = [r for r in self._current_layout().peers if r is not self._replicas]
+        peers = [r for r in self._current_working_set().peers if r is not self._replicas]
         added: list[Tensor] = []
         try:
             with agreed(peers):
                 checkpoint = Checkpoint(state_dict, self.param_groups, self._algorithms)
                 added = [param for param in checkpoint.states if not self._states.get(param)]
                 self._loading = frozenset(checkpoint.states)  # frozen since it was trained, too
-                layout = self._current_layout()
-                checkpoint.check_states(layout)
+                working = self._current_working_set()
+                checkpoint.check_states(working)
                 checkpoint.check_hyper_parameters(self.param_groups)
             with agreed(peers):
-                values = checkpoint.read_states(layout, self._algorithm)
+                values = checkpoint.read_states(working, self._algorithm)
         except Exception:
             for param in added:
                 self._states.pop(param, None)
-            self._layout = None
+            self._working_set = None
             raise
         finally:
             self._loading = frozenset()
         for group, loaded in zip(self.param_groups, checkpoint.hyper_parameters, strict=True):
             if "param_names" in loaded:
-                self._layout = None  # which says other names
+                self._working_set = None  # which says other names
             group.update(loaded)
-        if recast(layout.members, values, self._states) or self._layout is None:
-            layout = self._current_layout()
-        for member, value in zip(layout.members, values, strict=True):
+        if recast(working.members, values, self._states) or self._working_set is None:
+            working = self._current_working_set()
+        for member, value in zip(working.members, values, strict=True):
             member.load(value.states)
-            layout.steps[member.number] = value.step
+            working.steps[member.number] = value.step
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -370,18 +370,18 @@ class StructuredOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         check_current(self.param_groups)
-        layout = self._current_layout()
-        matrices = self._current_matrices(layout)
-        record_update(type(self).__name__, self.param_groups, layout.logs)
-        grads = [member.gradient() for member in layout.members]
-        skip = self._decide(layout, grads)
+        working = self._current_working_set()
+        matrices = self._current_matrices(working)
+        record_update(type(self).__name__, self.param_groups, working.logs)
+        grads = [member.gradient() for member in working.members]
+        skip = self._decide(working, grads)
         if skip is not True:
-            absent = absent_gradients(layout.members, matrices, grads, layout.steps)
-            self._update_runs(layout, grads, skip)
+            absent = absent_gradients(working.members, matrices, grads, working.steps)
+            self._update_runs(working, grads, skip)
             for part in matrices:
                 part.step(grads, skip, absent)
             # On ranks that hold nothing of them, too: all see that gathered weights are old.
-            torch.autograd.graph.increment_version(layout.sharded)
+            torch.autograd.graph.increment_version(working.sharded)
         return loss
 
     @property
@@ -389,37 +389,37 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """How many steps on_nonfinite="skip" has left out, in this process."""
         return self._nonfinite.skipped
 
-    def _decide(self, layout: Layout, grads: list[Tensor | None]) -> Skip:
+    def _decide(self, working: WorkingSet, grads: list[Tensor | None]) -> Skip:
         """Return whether on_nonfinite leaves the step out, or raise."""
         rule = self._nonfinite
         if rule.choice == "ignore":
             return False
-        steps = layout.steps.tolist()
-        pieces = (piece for span in layout.spans for piece in span.gradients(grads, steps))
-        skip = rule.decide(pieces, layout.peers)
+        steps = working.steps.tolist()
+        pieces = (piece for span in working.spans for piece in span.gradients(grads, steps))
+        skip = rule.decide(pieces, working.peers)
         if rule.choice == "raise" and skip:
             names = [
                 member.fqn
-                for member, grad in zip(layout.members, grads, strict=True)
+                for member, grad in zip(working.members, grads, strict=True)
                 if grad is not None and not grad.isfinite().all()
             ]
-            raise rule.error(names, layout.peers)
+            raise rule.error(names, working.peers)
         return skip
 
-    def _update_runs(self, layout: Layout, grads: list[Tensor | None], skip: Skip) -> None:
+    def _update_runs(self, working: WorkingSet, grads: list[Tensor | None], skip: Skip) -> None:
         """Do the element-wise part of every group."""
-        advance = [c and grad is not None for c, grad in zip(layout.counting, grads, strict=True)]
+        advance = [c and grad is not None for c, grad in zip(working.counting, grads, strict=True)]
         counts = torch.tensor(advance, dtype=torch.float32, device="cpu")
-        self._nonfinite.count(skip, layout.steps, counts)
-        steps = layout.steps.tolist()
-        for span in layout.spans:
+        self._nonfinite.count(skip, working.steps, counts)
+        steps = working.steps.tolist()
+        for span in working.spans:
             group = self.param_groups[span.group]
             algorithm = self._algorithms[group["algorithm"]]
             for run in span.runs(grads, steps, skip):
                 algorithm.update_run(group, run, self._scratch)
                 run.store()
 
-    # ---------------------------------------------------------------- layout
+    # ----------------------------------------------------------- working set
 
     def _algorithm(self, member: Member) -> Algorithm:
         return self._algorithms[self.param_groups[member.group]["algorithm"]]
@@ -436,7 +436,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             or param in self._loading
         )
 
-    def _layout_key(self) -> object:
+    def _working_set_key(self) -> object:
         return [
             (
                 id(group),  # matrices read it
@@ -446,46 +446,46 @@ class StructuredOptimizer(torch.optim.Optimizer):
             for group in self.param_groups
         ]
 
-    def _current_layout(self) -> Layout:
-        """Return the layout, made again if parameters came, went or moved to other memory, or if
+    def _current_working_set(self) -> WorkingSet:
+        """Return the working set, made again if parameters came, went or moved in memory, or if
         users wrote into the state."""
         self._nonfinite.settle()
         complete(self.param_groups, self._algorithms.values())
-        layout = self._layout
+        working = self._working_set
         if (
-            layout is None
-            or not layout.standing.holds(self._states)
-            or layout.key != self._layout_key()
-            or any(member.moved for member in layout.members)
+            working is None
+            or not working.standing.holds(self._states)
+            or working.key != self._working_set_key()
+            or any(member.moved for member in working.members)
         ):
-            self._layout, self._edited = None, True  # until it is right
+            self._working_set, self._edited = None, True  # until it is right
             limits = self._replicas, self._max_exchange_bytes
-            layout = make_layout(
+            working = make_working_set(
                 self.param_groups, self._algorithms, *limits, self._states, self._has_state
             )
-            layout.key = self._layout_key()  # parameters have state from here on
-            self._layout, self._edited = layout, False
-        return layout
+            working.key = self._working_set_key()  # parameters have state from here on
+            self._working_set, self._edited = working, False
+        return working
 
-    def _current_matrices(self, layout: Layout) -> list[LocalMatrices | ShardedMatrices]:
-        """Return the matrix part; the first call for a layout compares it between ranks."""
-        if layout.matrices is None:
+    def _current_matrices(self, working: WorkingSet) -> list[LocalMatrices | ShardedMatrices]:
+        """Return the matrix part; the first call for a working set compares it between ranks."""
+        if working.matrices is None:
             check_agreement(
-                layout.members,
+                working.members,
                 self._structure_of,
                 f"max_exchange_bytes={self._max_exchange_bytes} "
                 f"on_nonfinite={self._nonfinite.choice}",
                 self._replicas,
                 self._checked_plans,
             )
-            layout.matrices = make_parts(
-                layout.members,
+            working.matrices = make_parts(
+                working.members,
                 self.param_groups,
                 self._algorithms,
                 self._max_exchange_bytes,
                 self._scratch,
             )
-        return layout.matrices
+        return working.matrices
 
     def _structure_of(self, member: Member) -> str:
         """Return the group keys that a member's matrices and states follow from, as text."""

@@ -44,7 +44,7 @@ def uses_of(model: nn.Module) -> list[Use]:
     return list(uses.values())
 
 
-class Blocks:
+class RepeatedBlocks:
     """The numbered modules of a model that come more than once.
 
     A module in a list is one of several blocks if another there is of its class, whatever is in it
@@ -127,7 +127,7 @@ def output_heads(model: nn.Module, uses: list[Use], chosen: Mapping[str, str | N
     linear = [use for use in uses if use.is_weight(nn.Linear)]
     tables = [use for use in uses if use.is_weight(*EMBEDDINGS)]
     widths = {use.param.shape[1] for use in (*linear, *tables)}
-    blocks = Blocks(model, uses)
+    blocks = RepeatedBlocks(model, uses)
     heads: set[str] = set()
     settled, unsure = 0, []  # the largest vocabulary whose head is known
     for table in tables:

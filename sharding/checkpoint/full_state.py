@@ -41,7 +41,7 @@ from sharding.transport.collectives import all_to_all
 
 
 @dataclass(frozen=True, slots=True)
-class _Outline:
+class _TensorOutline:
     """Stands for a full tensor of one or more dims."""
 
     shape: tuple[int, ...]
@@ -130,7 +130,7 @@ def _outline(value: Any, *, whole: bool = False) -> Any:
         if value.layout is not torch.strided or value.is_meta:
             return _Foreign(f"a tensor of layout {value.layout} on {value.device}")
         if value.dim() and not whole:
-            return _Outline(tuple(value.shape), value.dtype)
+            return _TensorOutline(tuple(value.shape), value.dtype)
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {
@@ -157,7 +157,7 @@ def _describe(outline: Any, path: str = "state") -> Iterator[str]:
     elif isinstance(outline, (list, tuple)):
         for i, value in enumerate(outline):
             yield from _describe(value, f"{path}[{i}]")
-    elif isinstance(outline, (_Outline, _Foreign, Tensor, int, float, str, type(None))):
+    elif isinstance(outline, (_TensorOutline, _Foreign, Tensor, int, float, str, type(None))):
         yield f"{path}: {outline!r}"
     else:
         yield f"{path}: {type(outline).__name__}"
@@ -262,7 +262,7 @@ def _check_model(outline: Mapping[str, Any], targets: Mapping[str, _Target]) -> 
         target = targets[name].value
         if _is_extra_state(name):
             continue  # of any type
-        if not isinstance(value, (_Outline, Tensor)):
+        if not isinstance(value, (_TensorOutline, Tensor)):
             wrong.append(f"{name}: expected a tensor, got {type(value).__name__}")
         elif tuple(value.shape) != tuple(target.shape):
             wrong.append(f"{name}: expected shape {tuple(target.shape)}, got {tuple(value.shape)}")
@@ -380,7 +380,7 @@ def _receive_state(
             return value
         whole = value.to(param._local_tensor.device)
         return distribute_ragged(whole, param.device_mesh, param.placement)
-    if not isinstance(value, _Outline):
+    if not isinstance(value, _TensorOutline):
         return value
     # Such as the scales of 8-bit codes, whose shape is not the parameter's.
     like = own if isinstance(own, Tensor) and own.dim() else param
@@ -437,7 +437,7 @@ class _Sender:
             value = value[key]
         return cast(Tensor, value).detach()
 
-    def broadcast(self, path: tuple[Any, ...], outline: _Outline) -> Tensor:
+    def broadcast(self, path: tuple[Any, ...], outline: _TensorOutline) -> Tensor:
         """The full tensor, on every rank."""
         full = self._full(path)
         if self._mesh is None:
@@ -453,7 +453,7 @@ class _Sender:
         return tensor
 
     def scatter(
-        self, path: tuple[Any, ...], outline: _Outline, like: RaggedDTensor, out: Tensor
+        self, path: tuple[Any, ...], outline: _TensorOutline, like: RaggedDTensor, out: Tensor
     ) -> None:
         """Fills `out`, (n_local,), with this rank's range of the full tensor.
 

@@ -26,7 +26,7 @@ from sharding.fsdp.gradient_slots import GradientSlots
 from sharding.fsdp.held_parts import HeldParts
 from sharding.fsdp.parameter import (
     BucketParameter,
-    Places,
+    PieceAddresses,
     check_converted_as_a_whole,
     placement_in,
     prepare_accumulation,
@@ -98,7 +98,7 @@ class Bucket:
         self.parameters = [
             self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
         ]
-        self._places = Places(self.parameters)
+        self._places = PieceAddresses(self.parameters)
         self.slots = Slots(self.parameters, self.name)
         self._gathered = GatheredForms(self.parameters)
         self._gathered.close()

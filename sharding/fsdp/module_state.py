@@ -32,7 +32,7 @@ from sharding.fsdp.transforms import in_transform, value_below
 from sharding.planning.structure import DeclaresStructure
 
 
-class _Call:
+class _Forward:
     """One forward of the modules of a call, which backward enters and leaves."""
 
     __slots__ = ()
@@ -89,8 +89,8 @@ class ModuleState(AskedByTorch):
         self.backward_prefetch: list[ModuleState] = []
         self.is_last_backward = True
         self.post_optim_event: Any = None  # that the next forward of the root waits for
-        self._call = _Call()  # the last one that began
-        self._open: set[_Call] = set()  # that this backward has entered and not left
+        self._call = _Forward()  # the last one that began
+        self._open: set[_Forward] = set()  # that this backward has entered and not left
         self._kept: KeptTensors | None = None
         self._announced = WeakTensorKeyDictionary()  # of what modules keep
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
@@ -224,7 +224,7 @@ class ModuleState(AskedByTorch):
             return args, kwargs
         if is_first:
             self._running = set(self.modules)
-            self._call = _Call()
+            self._call = _Forward()
             if self._kept is not None:
                 self._kept.watch_hooked()
         self.bucket.unshard()
@@ -350,7 +350,7 @@ class ModuleState(AskedByTorch):
             tensor._base.grad_fn.register_prehook(partial(self._before_base, self._call))
 
     @torch._dynamo.disable
-    def _before_backward(self, call: _Call, grad: Tensor) -> Tensor:
+    def _before_backward(self, call: _Forward, grad: Tensor) -> Tensor:
         context = self.lazy_init()
         context.begin_backward()
         context.creates_graph |= torch.is_grad_enabled()
@@ -366,7 +366,7 @@ class ModuleState(AskedByTorch):
             self.bucket.wait_for_unshard()
         return grad
 
-    def _before_base(self, call: _Call, grads: tuple[Tensor, ...]) -> None:
+    def _before_base(self, call: _Forward, grads: tuple[Tensor, ...]) -> None:
         self._before_backward(call, grads[0])
 
     def _check_weights_are_reached(self, bucket: Bucket) -> None:
@@ -398,7 +398,7 @@ class ModuleState(AskedByTorch):
             self.bucket.slots.unstage()
             self.bucket.reshard()
 
-    def _after_backward(self, call: _Call) -> None:
+    def _after_backward(self, call: _Forward) -> None:
         """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
         self._calls -= 1
         self._open.discard(call)

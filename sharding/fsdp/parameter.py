@@ -127,7 +127,7 @@ def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
     )
 
 
-class Places:
+class PieceAddresses:
     """Where the pieces of parameters lie: in the buffers, unless somebody has moved them."""
 
     def __init__(self, parameters: Sequence[BucketParameter]) -> None:

@@ -39,7 +39,7 @@ from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.agreement import check_same_on_all_ranks
 
 
-class State(Protocol):
+class StateBelow(Protocol):
     """What a root needs of the states below it."""
 
     modules: tuple[nn.Module, ...]
@@ -80,9 +80,9 @@ class RootContext:
         tree: The modules below the root, which may change.
     """
 
-    def __init__(self, root: State) -> None:
+    def __init__(self, root: StateBelow) -> None:
         self.root = root
-        self.states: list[State] = []
+        self.states: list[StateBelow] = []
         self.tree = ModuleTree(root.modules[0])
         self.workspace = Workspace()
         # What autograd calls at the end of backward, from the first pre-backward hook until then.
@@ -148,7 +148,7 @@ class RootContext:
         Raises:
             RuntimeError: On every rank, naming the first difference.
         """
-        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[tuple[State, Bucket]]] = {}
+        by_mesh: dict[tuple[dist.ProcessGroup, ...], list[tuple[StateBelow, Bucket]]] = {}
         for state in self.states:
             if (bucket := state.bucket) is not None:
                 by_mesh.setdefault(bucket.groups, []).append((state, bucket))

@@ -7,6 +7,8 @@ from functools import lru_cache
 from itertools import pairwise
 from math import gcd, lcm
 
+Shape = tuple[int, ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Granule:

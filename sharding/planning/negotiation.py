@@ -18,10 +18,10 @@ from functools import lru_cache
 from hashlib import blake2b
 from math import prod
 
-from sharding.planning.granule import Granule
+from sharding.planning.granule import Granule, Shape
 from sharding.planning.planner import SegmentPlan, TensorSpec
 from sharding.planning.segments import SEGMENT_GAIN, least_total_shard, plan_segments
-from sharding.planning.structure import Blocks, Demand, Shape, Unit
+from sharding.planning.structure import Blocks, Demand, Unit
 
 DEFAULT_BLOCK = 256
 """Elements that stay together when nothing is declared: 8-bit states never need a new layout."""
@@ -212,7 +212,7 @@ def negotiate(
     raised = tuple(map(_raised_granule, params, stored))
     # Names are left out, so that equal layers are negotiated once.
     unnamed = tuple(replace(param, fqn=str(i)) for i, param in enumerate(params))
-    layout = _Layout(world_size, segment_gain)
+    layout = _Placing(world_size, segment_gain)
     granules = _choose_granules(unnamed, stored, raised, layout, resident_padding)
     return layout.plan(name, params, granules)
 
@@ -260,7 +260,7 @@ def _choose_granules(
     params: tuple[ParamSpec, ...],
     stored: tuple[Granule, ...],
     raised: tuple[Granule, ...],
-    layout: "_Layout",
+    layout: "_Placing",
     resident_padding: float,
 ) -> tuple[Granule, ...]:
     """The granule of each parameter: stored or raised. See [Note: residency]."""
@@ -306,7 +306,7 @@ def _choose_granules(
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _Placing:
     """Where the parameters of a bucket lie for given granules."""
 
     world_size: int

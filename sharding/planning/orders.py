@@ -12,7 +12,7 @@ from typing import NamedTuple, cast
 
 from sharding.planning.granule import Cells
 
-Runs = list[tuple[int, int]]  # (kind, count), in the order of the buffer
+KindRuns = list[tuple[int, int]]  # (kind, count), in the order of the buffer
 
 _STEPS = 120_000  # one search may take, and `_STEPS_A_TENSOR` more for each tensor
 _STEPS_A_TENSOR = 300
@@ -39,7 +39,7 @@ class Orders:
         for kind in self.kind_of:
             self.counts[kind] += 1
         self.world_size = world_size
-        self.natural: Runs = [(kind, len(list(run))) for kind, run in groupby(self.kind_of)]
+        self.natural: KindRuns = [(kind, len(list(run))) for kind, run in groupby(self.kind_of)]
         self.total = sum(tensor.size for tensor in cells)
         self.steps_left = _STEPS + _STEPS_A_TENSOR * len(cells)
         self.infeasible: set[int] = set()  # values of S that no order fits, proven
@@ -50,7 +50,7 @@ class Orders:
         few = prod(count + 1 for count in self.counts) <= _MOST_STATES
         return few and len(self.kind_of) <= _MOST_DEPTH
 
-    def fits(self, runs: Runs, shard: int) -> bool:
+    def fits(self, runs: KindRuns, shard: int) -> bool:
         """Whether the tensors fit in this order."""
         end, limit = 0, self.world_size * shard - self.total
         if limit < 0:
@@ -64,12 +64,12 @@ class Orders:
                 return False
         return True
 
-    def sorted_runs(self, key: Callable[[Cells], tuple[int, ...]]) -> Runs:
+    def sorted_runs(self, key: Callable[[Cells], tuple[int, ...]]) -> KindRuns:
         """All tensors of a kind together, the kinds sorted."""
         order = sorted(range(len(self.kinds)), key=lambda kind: key(self.kinds[kind]))
         return [(kind, self.counts[kind]) for kind in order]
 
-    def simple(self, shard: int) -> Iterator[Runs]:
+    def simple(self, shard: int) -> Iterator[KindRuns]:
         """Orders by block and size, and the natural one last, whose runs can be many."""
         yield self.sorted_runs(lambda kind: (-kind.block, -kind.size))
         yield self.sorted_runs(lambda kind: (kind.block, -kind.size))
@@ -87,7 +87,7 @@ class Orders:
                 )
         yield self.natural
 
-    def made(self, shard: int) -> Iterator[Runs]:
+    def made(self, shard: int) -> Iterator[KindRuns]:
         """Orders made for this S, one run at a time, that do not leave more gaps than they may."""
         for even in (False, True):
             for pace in (0, 1):
@@ -95,7 +95,7 @@ class Orders:
                 if runs is not None:
                     yield runs
 
-    def filling(self, shard: int, pace: int, even: bool) -> Runs | None:
+    def filling(self, shard: int, pace: int, even: bool) -> KindRuns | None:
         """Next comes the first kind without a gap, else the one with the least gap.
 
         Args:
@@ -107,7 +107,7 @@ class Orders:
         slack = self.world_size * shard - self.total
         left = self.counts.copy()
         active = self.coarse_first()
-        runs: Runs = []
+        runs: KindRuns = []
         end = placed = 0
         while active and slack >= end - placed:
             if even:
@@ -144,7 +144,7 @@ class Orders:
         """All kinds, those of the largest blocks first."""
         return [kind for kind, _ in self.sorted_runs(lambda kind: (-kind.block, -kind.size))]
 
-    def complete(self, shard: int) -> Iterator[Runs]:
+    def complete(self, shard: int) -> Iterator[KindRuns]:
         """An order that fits, if there is one: exact, unless the steps run out."""
         try:
             runs = _Exact(self, shard).runs()
@@ -155,7 +155,7 @@ class Orders:
         else:
             yield runs
 
-    def beams(self, shard: int) -> Iterator[Runs]:
+    def beams(self, shard: int) -> Iterator[KindRuns]:
         """Orders that a beam search finds."""
         runs = _beam(self, shard)
         if runs is not None:
@@ -179,7 +179,7 @@ class _Exact:
         self.failed: dict[int, int] = {}
         self.path: list[int] = []
 
-    def runs(self) -> Runs | None:
+    def runs(self) -> KindRuns | None:
         """An order that fits, or None when there is none.
 
         Raises:
@@ -226,7 +226,7 @@ class _Partial(NamedTuple):
     runs: tuple[object, int, int] | None  # (earlier runs, kind, count)
 
 
-def _beam(orders: Orders, shard: int) -> Runs | None:
+def _beam(orders: Orders, shard: int) -> KindRuns | None:
     """A few partial orders at a time, each continued by one run; the most promising are kept.
 
     The waste that is left to spend is meant for what is hard to place: tensors whose block does not
@@ -278,8 +278,8 @@ def _continued(
         yield _Partial(start + size, placed + size, remaining, (runs, kind, count))
 
 
-def _unlinked(link: tuple[object, int, int] | None) -> Runs:
-    runs: Runs = []
+def _unlinked(link: tuple[object, int, int] | None) -> KindRuns:
+    runs: KindRuns = []
     while link is not None:
         earlier, kind, count = link
         runs.append((kind, count))
@@ -288,7 +288,7 @@ def _unlinked(link: tuple[object, int, int] | None) -> Runs:
 
 
 def fewest_group_runs(
-    orders: Orders, shard: int, found: Runs, groups: Sequence[int]
+    orders: Orders, shard: int, found: KindRuns, groups: Sequence[int]
 ) -> tuple[list[int], list[int]]:
     """Of some orders that fit, one with the fewest runs of a group; and its starts.
 
@@ -314,7 +314,7 @@ def fewest_group_runs(
     return best
 
 
-def _members_in_order(runs: Runs, members: list[list[int]]) -> list[int]:
+def _members_in_order(runs: KindRuns, members: list[list[int]]) -> list[int]:
     left = [list(indices) for indices in members]
     return [left[kind].pop() for kind, count in runs for _ in range(count)]
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from sharding.planning.units import UnitSpec
+from sharding.planning.holders import HeldUnit
 
 # A plan that moves fewer elements, or has more waves, may be slower than the best balanced one by
 # this share (1/64).
@@ -50,7 +50,7 @@ class OwnerPlan:
         wave_loads: work of the busiest rank beside each wave.
     """
 
-    units: tuple[UnitSpec, ...]
+    units: tuple[HeldUnit, ...]
     world_size: int
     owners: tuple[int, ...]
     waves: tuple[tuple[int, ...], ...]
@@ -99,7 +99,7 @@ class OwnerPlan:
         return largest * self.world_size / total if total else 0.0
 
 
-def plan_owners(units: tuple[UnitSpec, ...], world_size: int, *, slot_numel: int) -> OwnerPlan:
+def plan_owners(units: tuple[HeldUnit, ...], world_size: int, *, slot_numel: int) -> OwnerPlan:
     """Give every unit an owner so that ranks are equally loaded, then so that little moves.
 
     Units that lie whole on a rank are computed there and count as load from the start; where that
@@ -138,7 +138,7 @@ def plan_owners(units: tuple[UnitSpec, ...], world_size: int, *, slot_numel: int
     return OwnerPlan(units, world_size, owners, waves, resident_waves, loads, wave_loads)
 
 
-def _check_unit(unit: UnitSpec, world_size: int, slot_numel: int, two_ways: bool) -> None:
+def _check_unit(unit: HeldUnit, world_size: int, slot_numel: int, two_ways: bool) -> None:
     shards = world_size
     if unit.grid is not None:
         shards = unit.grid.shards
@@ -163,13 +163,13 @@ def _check_unit(unit: UnitSpec, world_size: int, slot_numel: int, two_ways: bool
         )
 
 
-def _stays(unit: UnitSpec, owner: int) -> bool:
+def _stays(unit: HeldUnit, owner: int) -> bool:
     """Return whether nothing of the unit travels to this owner, nor back."""
     return not unit.holders or (unit.is_resident and unit.holders[0][0] == owner)
 
 
 def _assign(
-    units: tuple[UnitSpec, ...], world_size: int, *, prefer_holders: bool
+    units: tuple[HeldUnit, ...], world_size: int, *, prefer_holders: bool
 ) -> tuple[int, ...]:
     average = -(-sum(unit.cost for unit in units) // world_size)
     owners = _residents(units, world_size, average + average // _BALANCE_SLACK)
@@ -202,7 +202,7 @@ def _assign(
     return tuple(owners)
 
 
-def _even_out(units: tuple[UnitSpec, ...], owners: list[int], loads: list[int], limit: int) -> None:
+def _even_out(units: tuple[HeldUnit, ...], owners: list[int], loads: list[int], limit: int) -> None:
     """Move work from the busiest rank to the least busy one until none is above `limit`.
 
     A unit moves, or is swapped for a shorter one. Longest first leaves gaps where the short units
@@ -234,7 +234,7 @@ def _even_out(units: tuple[UnitSpec, ...], owners: list[int], loads: list[int], 
         loads[idlest] += long - short
 
 
-def _movable(units: tuple[UnitSpec, ...], owners: list[int], rank: int) -> dict[int, int]:
+def _movable(units: tuple[HeldUnit, ...], owners: list[int], rank: int) -> dict[int, int]:
     """Return a unit of each cost that `rank` owns and another might, rather one that moves."""
     movable: dict[int, int] = {}
     for i, (unit, owner) in enumerate(zip(units, owners, strict=True)):
@@ -245,11 +245,11 @@ def _movable(units: tuple[UnitSpec, ...], owners: list[int], rank: int) -> dict[
     return movable
 
 
-def _worth_moving(unit: UnitSpec) -> bool:
+def _worth_moving(unit: HeldUnit) -> bool:
     return unit.cost >= _WORTH_MOVING * unit.numel
 
 
-def _residents(units: tuple[UnitSpec, ...], world_size: int, limit: int) -> list[int]:
+def _residents(units: tuple[HeldUnit, ...], world_size: int, limit: int) -> list[int]:
     """Return the owners of the units that stay where they lie whole, and -1 for the others.
 
     The same matrix of every layer may lie whole on the same rank, which then has several times the
@@ -315,7 +315,7 @@ class _Packing:
         return len(self.busiest) - 1
 
     def in_order(
-        self, units: tuple[UnitSpec, ...], owners: tuple[int, ...]
+        self, units: tuple[HeldUnit, ...], owners: tuple[int, ...]
     ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
         """Return waves, resident units beside them, and the busiest rank's work beside them.
 
@@ -343,7 +343,7 @@ class _Packing:
 
 
 def _best_packing(
-    units: tuple[UnitSpec, ...],
+    units: tuple[HeldUnit, ...],
     owners: tuple[int, ...],
     loads: Sequence[int],
     slot_numel: int,
@@ -383,7 +383,7 @@ def _summed(use: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 def _loads(
-    units: tuple[UnitSpec, ...], owners: tuple[int, ...], world_size: int
+    units: tuple[HeldUnit, ...], owners: tuple[int, ...], world_size: int
 ) -> tuple[int, ...]:
     loads = [0] * world_size
     for unit, owner in zip(units, owners, strict=True):
@@ -391,7 +391,7 @@ def _loads(
     return tuple(loads)
 
 
-def _moved_numel(units: tuple[UnitSpec, ...], owners: tuple[int, ...]) -> int:
+def _moved_numel(units: tuple[HeldUnit, ...], owners: tuple[int, ...]) -> int:
     return sum(
         unit.gathered(owner) + unit.returned(owner)
         for unit, owner in zip(units, owners, strict=True)

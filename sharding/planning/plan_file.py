@@ -16,7 +16,7 @@ from sharding.planning.granule import Granule
 from sharding.planning.negotiation import BucketPlan, ParamSpec, stored_granule
 from sharding.planning.planner import ALIGN, SegmentPlan, TensorSpec
 
-FORMAT = 1
+PLAN_FORMAT = 1
 
 PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
@@ -120,10 +120,10 @@ def _parsed(path: Path, modified: int) -> Mapping[str, Any]:
 
 
 def _buckets(content: Mapping[str, Any], where: str) -> list[Mapping[str, Any]]:
-    if content.get("format") != FORMAT or not isinstance(content.get("plans"), list):
+    if content.get("format") != PLAN_FORMAT or not isinstance(content.get("plans"), list):
         raise ValueError(
-            f"{where}: expected a plan of format {FORMAT}, got format {content.get('format')!r}; "
-            f"make it anew with vfsdp plan --json"
+            f"{where}: expected a plan of format {PLAN_FORMAT}, got format "
+            f"{content.get('format')!r}; make it anew with vfsdp plan --json"
         )
     buckets = [bucket for plan in content["plans"] for bucket in plan.get("buckets", ())]
     for bucket in buckets:

@@ -138,7 +138,7 @@ def place(
         raise ValueError(
             f"shard_numel must be a positive multiple of align={align}, got {shard_numel!r}."
         )
-    cells = measure([(tensor.numel, tensor.granule) for tensor in tensors_in_order], align)
+    cells = measured_cells([(tensor.numel, tensor.granule) for tensor in tensors_in_order], align)
     starts = starts_of(cells, shard_numel // align, world_size)
     return tuple(start * align for start in starts) if len(starts) == len(cells) else None
 
@@ -162,7 +162,9 @@ def lower_bound(
         1024
     """
     step = _check(tensors, world_size, align, shard_align)
-    cells = measure([(tensor.numel, tensor.granule) for tensor in tensors if tensor.numel], align)
+    cells = measured_cells(
+        [(tensor.numel, tensor.granule) for tensor in tensors if tensor.numel], align
+    )
     return align * least_shard(cells, world_size, step)
 
 
@@ -228,7 +230,7 @@ def _solve(
     """(S, order, offsets, lower bound, proof) in elements."""
     empty = [i for i, (numel, _, _) in enumerate(signature) if numel == 0]
     kept = [i for i, (numel, _, _) in enumerate(signature) if numel]
-    cells = measure([signature[i][:2] for i in kept], align)
+    cells = measured_cells([signature[i][:2] for i in kept], align)
     groups = [signature[i][2] for i in kept]
     found = solve(cells, groups, world_size, step)
     offsets = [0] * len(signature)
@@ -238,7 +240,7 @@ def _solve(
     return found.shard * align, order, tuple(offsets), found.bound * align, found.proof
 
 
-def measure(tensors: Iterable[tuple[int, Granule]], align: int) -> list[Cells]:
+def measured_cells(tensors: Iterable[tuple[int, Granule]], align: int) -> list[Cells]:
     """The cells of tensors; equal tensors share one object."""
     known: dict[tuple[int, Granule], Cells] = {}
     cells = []

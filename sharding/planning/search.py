@@ -26,7 +26,7 @@ from math import lcm
 
 from sharding.planning.bounds import Admissible, load
 from sharding.planning.granule import Cells
-from sharding.planning.orders import Orders, Runs, fewest_group_runs
+from sharding.planning.orders import KindRuns, Orders, fewest_group_runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class _Search:
 
     # -- values of S ------------------------------------------------------------------------------
 
-    def improve(self, shard: int, orders: Callable[[int], Iterator[Runs]]) -> bool:
+    def improve(self, shard: int, orders: Callable[[int], Iterator[KindRuns]]) -> bool:
         """Takes over `shard` if one of the orders fits it."""
         for runs in orders(shard):
             if self.orders.fits(runs, shard):
@@ -110,7 +110,7 @@ class _Search:
         return False
 
     def ascend(
-        self, candidates: list[int], orders: Callable[[int], Iterator[Runs]], steps: int
+        self, candidates: list[int], orders: Callable[[int], Iterator[KindRuns]], steps: int
     ) -> None:
         """Takes over the first candidate below the best that some order fits."""
         stop = self.orders.steps_left - steps
@@ -120,7 +120,7 @@ class _Search:
             if shard not in self.orders.infeasible and self.improve(shard, orders):
                 return
 
-    def bisect(self, candidates: list[int], orders: Callable[[int], Iterator[Runs]]) -> None:
+    def bisect(self, candidates: list[int], orders: Callable[[int], Iterator[KindRuns]]) -> None:
         """A good value early on: what is below it is looked at later."""
         low, high = 0, sum(shard < self.shard for shard in candidates)
         while low < high and self.orders.steps_left > 0:

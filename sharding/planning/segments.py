@@ -20,7 +20,7 @@ from sharding.planning.planner import (
     SegmentPlan,
     TensorSpec,
     lower_bound,
-    measure,
+    measured_cells,
     plan_segment,
 )
 
@@ -113,7 +113,9 @@ def least_total_shard(
     """A number of elements that the S of all segments together are not below; cheap."""
     if most == 1:
         return lower_bound(tensors, world_size, align=align)
-    cells = measure([(tensor.numel, tensor.granule) for tensor in tensors if tensor.numel], align)
+    cells = measured_cells(
+        [(tensor.numel, tensor.granule) for tensor in tensors if tensor.numel], align
+    )
     return align * load(cells, world_size) if cells else 0
 
 
@@ -155,7 +157,7 @@ class _Merging:
         """The tensors of each block, by first appearance; the smallest of too many share one."""
         numels = [(tensor.numel, tensor.granule) for tensor in self.tensors]
         by_block: dict[tuple[int, int], list[int]] = {}
-        for i, cells in enumerate(measure(numels, self.align)):
+        for i, cells in enumerate(measured_cells(numels, self.align)):
             by_block.setdefault((cells.block, cells.restart), []).append(i)
         by_numel = sorted(by_block.values(), key=lambda m: -sum(self.tensors[i].numel for i in m))
         kept = by_numel[: _MOST_CLASSES - 1]

@@ -17,9 +17,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from einops import EinopsError, rearrange
 
-from sharding.planning.granule import Granule
-
-Shape = tuple[int, ...]
+from sharding.planning.granule import Granule, Shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,18 +293,18 @@ class FullMatrix(Structure):
         Raises:
             ValueError: The pattern or the row splits do not fit the shape.
         """
-        return _layout(self, tuple(shape)).units
+        return _read(self, tuple(shape)).units
 
     def matrices(self, unit_data: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
         """The matrices of a unit; a copy where they are no contiguous runs."""
-        layout = _layout(self, tuple(shape))
+        layout = _read(self, tuple(shape))
         if not layout.contiguous:
             unit_data = rearrange(unit_data.view(shape), self.pattern, **dict(self.axes))
         return unit_data.reshape(unit.batch, unit.rows, unit.cols).contiguous()
 
     def flatten(self, matrices: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
         """The inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
-        layout = _layout(self, tuple(shape))
+        layout = _read(self, tuple(shape))
         if layout.contiguous:
             return matrices.reshape(unit.numel)
         matrices = rearrange(
@@ -346,7 +344,7 @@ def _names(axes: list[str]) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
+class _Reading:
     """What a structure means for one shape.
 
     Attributes:
@@ -365,10 +363,10 @@ class _Layout:
 
 
 @lru_cache(maxsize=4096)
-def _layout(structure: FullMatrix, shape: Shape) -> _Layout:
+def _read(structure: FullMatrix, shape: Shape) -> _Reading:
     matrix_shape = _matrix_shape(structure, shape)
     if structure.row_splits is not None:
-        return _Layout(True, _row_ranges(structure, structure.row_splits, shape))
+        return _Reading(True, _row_ranges(structure, structure.row_splits, shape))
     axes, _ = _read_pattern(structure.pattern)
     hidden = [f"hidden{i}" for i in range(len(shape) - len(axes) + 1)]  # what "..." stands for
     axes, (*batch, rows, cols) = _read_pattern(structure.pattern.replace("...", " ".join(hidden)))
@@ -394,7 +392,7 @@ def _layout(structure: FullMatrix, shape: Shape) -> _Layout:
     else:
         units = (Unit(0, prod(shape), prod(matrix_shape[:-2]), height, width),)
     inverse = f"{' '.join([*batch, rows, cols])} -> {' '.join(axes)}"
-    return _Layout(contiguous, units, matrix_shape, inverse, tuple(sizes.items()))
+    return _Reading(contiguous, units, matrix_shape, inverse, tuple(sizes.items()))
 
 
 def _matrix_shape(structure: FullMatrix, shape: Shape) -> Shape:

@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.transport.axes import shard_group, shard_rank
 
-Bounds = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
+Tiling = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
 
 
-def chunks(rows: int, world_size: int) -> Bounds:
+def chunks(rows: int, world_size: int) -> Tiling:
     """The rows of every rank under `Shard(0)`, which cuts as `torch.chunk` does."""
     chunk = -(-rows // world_size)
     cuts = [min(rank * chunk, rows) for rank in range(world_size + 1)]
@@ -29,7 +29,7 @@ def chunks(rows: int, world_size: int) -> Bounds:
 # Elements travel as bytes: a backend need not know the dtype (gloo rejects some), nor round.
 
 
-def gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
+def gather(local: Tensor, bounds: Tiling, mesh: DeviceMesh) -> Tensor:
     """All elements on every rank, from pieces at `bounds`; (numel,)."""
     group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
     sizes = [stop - start for start, stop in bounds]
@@ -62,10 +62,10 @@ def gather(local: Tensor, bounds: Bounds, mesh: DeviceMesh) -> Tensor:
     return full
 
 
-def exchange(local: Tensor, source: Bounds, target: Bounds, mesh: DeviceMesh) -> Tensor:
+def exchange(local: Tensor, source: Tiling, target: Tiling, mesh: DeviceMesh) -> Tensor:
     """This rank's elements at `target`, from pieces at `source`; by one uneven all-to-all."""
 
-    def overlaps(own: tuple[int, int], others: Bounds) -> list[int]:
+    def overlaps(own: tuple[int, int], others: Tiling) -> list[int]:
         return [max(0, min(own[1], stop) - max(own[0], start)) for start, stop in others]
 
     rank, width = shard_rank(mesh), local.element_size()

@@ -13,7 +13,7 @@ from typing import overload
 
 from torch.distributed.tensor.placement_types import Placement
 
-Runs = tuple[tuple[int, int], ...]  # (units, number of consecutive ranks that hold so many)
+RankRuns = tuple[tuple[int, int], ...]  # (units, number of consecutive ranks that hold so many)
 
 # Longer lists of local_units are shown by their runs.
 _REPR_RANKS = 8
@@ -45,7 +45,7 @@ class RaggedShard(Placement):
     """
 
     _dims: tuple[int, ...]
-    _runs: Runs
+    _runs: RankRuns
     _unit_numel: int
     _hash: int
 
@@ -111,13 +111,13 @@ class RaggedShard(Placement):
         return cls._from_runs(tuple(range(ndim)), runs, unit_numel)
 
     @classmethod
-    def _from_runs(cls, dims: tuple[int, ...], runs: Runs, unit_numel: int) -> RaggedShard:
+    def _from_runs(cls, dims: tuple[int, ...], runs: RankRuns, unit_numel: int) -> RaggedShard:
         self = cls.__new__(cls)
         Placement.__init__(self)
         self._set(dims, runs, unit_numel)
         return self
 
-    def _set(self, dims: tuple[int, ...], runs: Runs, unit_numel: int) -> None:
+    def _set(self, dims: tuple[int, ...], runs: RankRuns, unit_numel: int) -> None:
         merged: list[tuple[int, int]] = []
         for units, ranks in runs:
             if units < 0:
@@ -210,7 +210,7 @@ class RaggedShard(Placement):
         """The same as `all_bounds`, worked out when it is looked at: small at any world size."""
         return RankRanges(self, numel)
 
-    def runs_of_blocks(self, numel: int, block: int) -> Runs | None:
+    def runs_of_blocks(self, numel: int, block: int) -> RankRuns | None:
         """How many blocks each rank holds of a tensor of `numel` elements, as (blocks, ranks).
 
         Blocks of `block` elements are counted from the first element; the last may be shorter. None
@@ -298,7 +298,7 @@ class RankRanges(Sequence[tuple[int, int]]):
         return self.placement.bounds(rank + len(self) if rank < 0 else rank, self.numel)
 
 
-def placement_from_runs(dims: tuple[int, ...], runs: Runs, unit_numel: int) -> RaggedShard:
+def placement_from_runs(dims: tuple[int, ...], runs: RankRuns, unit_numel: int) -> RaggedShard:
     """What a pickled RaggedShard is made by; a function, so that `weights_only` may call it."""
     return RaggedShard._from_runs(dims, runs, unit_numel)
 

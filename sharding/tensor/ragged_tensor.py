@@ -27,7 +27,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from sharding.tensor.gradient_hooks import GradientHooks
 from sharding.tensor.local_ops import LOCAL_OPS, refusal, wrap
-from sharding.tensor.moves import Bounds, chunks, exchange, gather
+from sharding.tensor.moves import Tiling, chunks, exchange, gather
 from sharding.tensor.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.tensor.random_ops import RANDOM_OPS
 from sharding.tensor.reductions import REDUCTIONS
@@ -446,7 +446,7 @@ class _Move(torch.autograd.Function):
     """The flat elements of a RaggedDTensor at other bounds; all of them for None."""
 
     @staticmethod
-    def forward(ctx: Any, x: RaggedDTensor, target: Bounds | None) -> Tensor:
+    def forward(ctx: Any, x: RaggedDTensor, target: Tiling | None) -> Tensor:
         ctx.spec, ctx.target = x._spec, target
         ctx.source = x.placement.all_bounds(x.numel())
         local = x._local_tensor.to(x.device_mesh.device_type)

@@ -58,7 +58,7 @@ from sharding.transport.axes import shard_group
 aten = torch.ops.aten
 
 # (op, what to reduce, arguments by name) -> result, reduced dims kept with size 1
-Combine = Callable[[OpOverload, "_Job", dict[str, Any]], Tensor]
+Combine = Callable[[OpOverload, "_Terms", dict[str, Any]], Tensor]
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> Tensor:
@@ -109,7 +109,7 @@ Reduce = Callable[[Tensor, tuple[slice, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class _Job:
+class _Terms:
     """A reduction of `x` over `dims`; see [Note: partial reductions].
 
     Attributes:
@@ -158,13 +158,13 @@ class _Job:
         return best.view(self.shape)
 
 
-def _job(x: DTensor, dims: tuple[int, ...]) -> _Job:
+def _terms(x: DTensor, dims: tuple[int, ...]) -> _Terms:
     local, ndim = x._local_tensor, max(x.dim(), 1)
     shape = tuple(1 if dim in dims else size for dim, size in enumerate(x.shape or (1,)))
     if len(dims) == ndim:
         whole = (slice(None),) * ndim
         held = [(local.view(*shape[1:], -1), whole)] if local.numel() else []
-        return _Job(x, dims, shape, held)
+        return _Terms(x, dims, shape, held)
     held = []
     start, stop = bounds_of(x._spec)
     for box in boxes(start, stop, x.shape) if x.numel() else ():
@@ -174,7 +174,7 @@ def _job(x: DTensor, dims: tuple[int, ...]) -> _Job:
             for dim, (offset, size) in enumerate(zip(box.offsets, box.sizes, strict=True))
         )
         held.append((local[begin : begin + box.numel].view(box.sizes), where))
-    return _Job(x, dims, shape, held)
+    return _Terms(x, dims, shape, held)
 
 
 def _reduction(combine: Combine) -> Handler:
@@ -186,7 +186,7 @@ def _reduction(combine: Combine) -> Handler:
         arguments = _arguments(func, args, kwargs)
         x = arguments["self"]
         dims = _dims(x, arguments.get("dim"))
-        result = combine(func, _job(x, dims), arguments)
+        result = combine(func, _terms(x, dims), arguments)
         _keep_gradient_sharded(x)
         if arguments.get("keepdim"):
             return result.view(result.shape if x.dim() else ())
@@ -240,45 +240,45 @@ def _accumulator(dtype: torch.dtype) -> torch.dtype:
     return torch.int64
 
 
-def _sum_boxes(job: _Job, dtype: torch.dtype) -> Tensor:
+def _sum_boxes(terms: _Terms, dtype: torch.dtype) -> Tensor:
     """Sums over all ranks, float64 or int64."""
     accumulator = _accumulator(dtype)
-    return job.total(
-        lambda box, where: box.sum(job.dims, keepdim=True, dtype=accumulator),
+    return terms.total(
+        lambda box, where: box.sum(terms.dims, keepdim=True, dtype=accumulator),
         torch.float64 if dtype.is_floating_point else torch.int64,
     )
 
 
-def _sum(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-    given = job.x.dtype
+def _sum(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+    given = terms.x.dtype
     dtype = arguments["dtype"] or (given if given.is_floating_point else torch.int64)
     if given.is_complex or dtype.is_floating_point != given.is_floating_point:
         raise refusal(func, f"cannot sum {given} as {dtype}")
-    return _sum_boxes(job, dtype).to(dtype)
+    return _sum_boxes(terms, dtype).to(dtype)
 
 
-def _mean(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-    dtype = arguments["dtype"] or job.x.dtype
-    if not (dtype.is_floating_point and job.x.dtype.is_floating_point):
-        raise refusal(func, f"cannot average {job.x.dtype} as {dtype}")
-    return (_sum_boxes(job, dtype) / job.reduced_numel).to(dtype)
+def _mean(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+    dtype = arguments["dtype"] or terms.x.dtype
+    if not (dtype.is_floating_point and terms.x.dtype.is_floating_point):
+        raise refusal(func, f"cannot average {terms.x.dtype} as {dtype}")
+    return (_sum_boxes(terms, dtype) / terms.reduced_numel).to(dtype)
 
 
-def _count_nonzero(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-    return job.total(lambda box, where: (box != 0).sum(job.dims, keepdim=True), torch.int64)
+def _count_nonzero(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+    return terms.total(lambda box, where: (box != 0).sum(terms.dims, keepdim=True), torch.int64)
 
 
 def _variance(*, root: bool) -> Combine:
     """`var` and `std`: the mean first, by a collective of its own, so that nothing cancels."""
 
-    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-        dtype = job.x.dtype
+    def combine(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+        dtype = terms.x.dtype
         if not dtype.is_floating_point:
             raise refusal(func, f"the variance of {dtype} is not supported")
-        accumulator, numel = _accumulator(dtype), job.reduced_numel
-        mean = (_sum_boxes(job, dtype) / numel).to(accumulator)
-        squares = job.total(
-            lambda box, where: (box - mean[where]).square().sum(job.dims, keepdim=True)
+        accumulator, numel = _accumulator(dtype), terms.reduced_numel
+        mean = (_sum_boxes(terms, dtype) / numel).to(accumulator)
+        squares = terms.total(
+            lambda box, where: (box - mean[where]).square().sum(terms.dims, keepdim=True)
         )
         correction = 1 if arguments["correction"] is None else arguments["correction"]
         variance = squares / max(numel - correction, 0)
@@ -287,52 +287,54 @@ def _variance(*, root: bool) -> Combine:
     return combine
 
 
-def _logsumexp(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-    dtype = job.x.dtype
+def _logsumexp(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+    dtype = terms.x.dtype
     if not dtype.is_floating_point:
         raise refusal(func, f"the logsumexp of {dtype} is not supported")
-    largest = job.extreme(lambda box, where: box.amax(job.dims, keepdim=True), largest=True)
+    largest = terms.extreme(lambda box, where: box.amax(terms.dims, keepdim=True), largest=True)
     largest = largest.masked_fill(largest.isinf(), 0)  # an infinity comes out of the sum
     shift = largest.to(_accumulator(dtype))
-    total = job.total(lambda box, where: (box - shift[where]).exp().sum(job.dims, keepdim=True))
+    total = terms.total(lambda box, where: (box - shift[where]).exp().sum(terms.dims, keepdim=True))
     return (total.log() + largest).to(dtype)
 
 
 def _largest_or_smallest(*, largest: bool) -> Combine:
     reduce = torch.amax if largest else torch.amin
 
-    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-        x = job.x
+    def combine(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+        x = terms.x
         if x.dtype.is_complex or (not x.dtype.is_floating_point and x.dtype.itemsize > 4):
             raise refusal(func, f"{x.dtype} does not fit the float64 that ranks are compared in")
         if x.numel() == 0:
-            return _of_nothing(func, job, arguments)
-        best = job.extreme(lambda box, where: reduce(box, job.dims, keepdim=True), largest=largest)
+            return _of_nothing(func, terms, arguments)
+        best = terms.extreme(
+            lambda box, where: reduce(box, terms.dims, keepdim=True), largest=largest
+        )
         return best.to(x.dtype)
 
     return combine
 
 
-def _of_nothing(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
+def _of_nothing(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
     """What torch makes of an empty tensor: nothing, or an error that all ranks raise."""
     others = {name: value for name, value in arguments.items() if name != "self"}
-    empty = job.x._local_tensor.new_empty(job.x.shape)
-    return cast(Tensor, func(empty, **others)).view(job.shape)
+    empty = terms.x._local_tensor.new_empty(terms.x.shape)
+    return cast(Tensor, func(empty, **others)).view(terms.shape)
 
 
 def _any_or_all(*, any_of: bool) -> Combine:
     op = dist.ReduceOp.MAX if any_of else dist.ReduceOp.MIN
     reduce, combined = (torch.any, torch.maximum) if any_of else (torch.all, torch.minimum)
 
-    def combine(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-        own = job.fold(
+    def combine(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+        own = terms.fold(
             0 if any_of else 1,
-            lambda box, where: reduce(box, job.dims, keepdim=True),
+            lambda box, where: reduce(box, terms.dims, keepdim=True),
             combined,
             torch.int32,
         )
-        dtype = torch.uint8 if job.x.dtype == torch.uint8 else torch.bool
-        return _all_reduce(own, op, job.x.device_mesh).to(dtype)
+        dtype = torch.uint8 if terms.x.dtype == torch.uint8 else torch.bool
+        return _all_reduce(own, op, terms.x.device_mesh).to(dtype)
 
     return combine
 
@@ -380,26 +382,26 @@ def _norms(func: OpOverload, tensors: Sequence[DTensor], order: float) -> Tensor
     return powers.pow(1 / order)
 
 
-def _vector_norm(func: OpOverload, job: _Job, arguments: dict[str, Any]) -> Tensor:
-    x, order = job.x, float(arguments["ord"])
+def _vector_norm(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
+    x, order = terms.x, float(arguments["ord"])
     dtype = arguments["dtype"] or x.dtype
-    if job.is_full:
-        return _norms(func, [x], order).view(job.shape).to(dtype)
+    if terms.is_full:
+        return _norms(func, [x], order).view(terms.shape).to(dtype)
     if not x.dtype.is_floating_point:
         raise refusal(func, f"the norm of {x.dtype} is not supported")
     if x.numel() == 0 and not 0 <= order < math.inf:
-        return _of_nothing(func, job, arguments)
+        return _of_nothing(func, terms, arguments)
 
     def norms(box: Tensor, where: tuple[slice, ...]) -> Tensor:
         return torch.linalg.vector_norm(
-            box, order, job.dims, keepdim=True, dtype=_accumulator(x.dtype)
+            box, order, terms.dims, keepdim=True, dtype=_accumulator(x.dtype)
         ).double()
 
     if math.isinf(order):
-        return job.extreme(norms, largest=order > 0).to(dtype)
+        return terms.extreme(norms, largest=order > 0).to(dtype)
     if order == 0:  # numbers of nonzeros
-        return job.total(norms).to(dtype)
-    powers = job.total(lambda box, where: norms(box, where).pow(order))
+        return terms.total(norms).to(dtype)
+    powers = terms.total(lambda box, where: norms(box, where).pow(order))
     return powers.pow(1 / order).to(dtype)
 
 

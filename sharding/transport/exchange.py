@@ -102,7 +102,7 @@ def _wave_numels(plan: OwnerPlan, wave: tuple[int, ...], *, copies: bool) -> dic
     }
 
 
-class _Slots:
+class _SlotMemory:
     """The memory of one way, as large as the largest wave needs, for two waves in flight."""
 
     def __init__(self, ways: Sequence[_Way], dtype: torch.dtype, device: torch.device) -> None:
@@ -193,11 +193,11 @@ class Exchange:
             first = self._there[0]
             self._marks_sent = _positions(first.held_splits, heads).to(device)
             self._marks_received = _positions(first.owned_splits, heads).to(device)
-        self._inputs = _Slots(self._there, dtype, device)
+        self._inputs = _SlotMemory(self._there, dtype, device)
         if any(plan.units[unit].replicas > 1 for unit in self._wave_of):
             no_heads = [0] * plan.world_size
             self._back = [_way(plan, wave, rank, no_heads, copies=True) for wave in plan.waves]
-            self._updates = _Slots(self._back, dtype, device)
+            self._updates = _SlotMemory(self._back, dtype, device)
         else:
             self._back, self._updates = self._there, self._inputs
         # A wave whose owners hold all their units needs no way there; every rank knows it.

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from sharding import fully_shard, load_full_state_dict
 from sharding.tensor.ragged_tensor import distribute_ragged
 from vfsdp_optim import AdamW, Muon, Precision
-from vfsdp_optim.states.block_codec import FORMAT, dynamic_map
+from vfsdp_optim.states.block_codec import CODES_FORMAT, dynamic_map
 from vfsdp_optim.states.scratch import Scratch
 
 # In the order in which nn.ParameterDict has them.
@@ -221,7 +221,10 @@ def test_conversion_refuses_codes_that_mean_something_else(states):
     take_steps(model, source, range(1))
     saved = source.state_dict()
     target = make_optimizer("adamw", model, states=states)
-    for other in ("dynamic8 version 1, blocks of 256, maps 0", f"{FORMAT}, local blocks of 0"):
+    for other in (
+        "dynamic8 version 1, blocks of 256, maps 0",
+        f"{CODES_FORMAT}, local blocks of 0",
+    ):
         saved["param_groups"][0]["states_format"] = other
         with pytest.raises(ValueError, match=f"norm: the checkpoint has states_format='{other}'"):
             target.convert_state_dict(saved)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from vfsdp_optim.states.block_codec import BLOCK, FORMAT, DynamicMap
+from vfsdp_optim.states.block_codec import BLOCK, CODES_FORMAT, DynamicMap
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.testing.oracle import decode_blocks, encode_blocks
 
@@ -60,7 +60,7 @@ def test_codec_decodes_all_codes_as_bitsandbytes_does(codec, functional):
 
 def test_codec_names_its_format():
     # Written into checkpoints: another text would make all of them unreadable.
-    assert FORMAT == "dynamic8 version 1, blocks of 256, maps ff5a4c58a17762b2"
+    assert CODES_FORMAT == "dynamic8 version 1, blocks of 256, maps ff5a4c58a17762b2"
 
 
 @KINDS

@@ -55,7 +55,7 @@ def sharded(shapes: Sequence[Shape], **options: Any) -> Muon:
 
 
 def parts_of(optimizer: Muon) -> list[ShardedMatrices]:
-    return [part for part in optimizer._layout.matrices if isinstance(part, ShardedMatrices)]
+    return [part for part in optimizer._working_set.matrices if isinstance(part, ShardedMatrices)]
 
 
 # -------------------------------------------------------------------- bytes and collectives

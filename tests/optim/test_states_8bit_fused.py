@@ -24,7 +24,7 @@ def test_8bit_fused_kernel_is_called_as_the_plain_update(dtype):
         grad[1, :10] = 0
         params[0].grad = grad.clone()
         plain.step()
-        (span,) = fused._current_layout().spans
+        (span,) = fused._current_working_set().spans
         (member,) = span.members
         run = Run(0, [member], member.open(), grad.view(-1), member.states, ((300, 310),), step)
         assert not can_fuse(run)  # on the CPU
@@ -45,7 +45,7 @@ def test_8bit_fused_kernel_is_called_as_the_plain_update(dtype):
 
 def run_with_padding(optimizer: AdamW, grad: Tensor, step: int) -> Run:
     """A run as of two parameters with padding 300:320 between them, zero as in a flat buffer."""
-    (span,) = optimizer._current_layout().spans
+    (span,) = optimizer._current_working_set().spans
     (member,) = span.members
     for tensor in (grad.view(-1), member.open()):
         tensor[300:320].zero_()

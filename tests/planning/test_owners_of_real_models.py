@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import vfsdp_optim
+from sharding.planning.holders import HeldUnit
 from sharding.planning.negotiation import BucketPlan, ParamSpec, negotiate
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Demand, FullMatrix
-from sharding.planning.units import UnitSpec
 from vfsdp_optim.newton_schulz import newton_schulz_cost
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 
@@ -43,12 +43,12 @@ def layout_of(bucket: dict[str, Any], world_size: int) -> BucketPlan:
     return negotiate(bucket["bucket"], params, world_size)
 
 
-def units_of(model: str, world_size: int) -> tuple[UnitSpec, ...]:
+def units_of(model: str, world_size: int) -> tuple[HeldUnit, ...]:
     """Return the matrices of all layers, and who holds them."""
-    units: list[UnitSpec] = []
+    units: list[HeldUnit] = []
     for bucket in json.loads((MODELS / f"{model}.json").read_text())["buckets"]:
         plan = layout_of(bucket, world_size)
-        layer: list[UnitSpec] = []
+        layer: list[HeldUnit] = []
         for i, param in enumerate(plan.params):
             which, index = plan.location[i]
             size = plan.segments[which].shard_numel
@@ -60,7 +60,7 @@ def units_of(model: str, world_size: int) -> tuple[UnitSpec, ...]:
                     for rank in range(start // size, (stop - 1) // size + 1)
                 )
                 cost = newton_schulz_cost(unit.rows, unit.cols, 5)
-                layer.append(UnitSpec(param.fqn, 0, unit.numel, cost, holders))
+                layer.append(HeldUnit(param.fqn, 0, unit.numel, cost, holders))
         units += layer * bucket["count"]
     return tuple(units)
 

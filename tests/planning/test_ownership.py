@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
-from sharding.planning.units import Grid, UnitSpec
 
 
-def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[UnitSpec, ...]:
+def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[HeldUnit, ...]:
     """Return units cut at random; about half of them whole."""
     draw = random.Random(seed)
     units = []
@@ -22,7 +22,7 @@ def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tu
         cuts = sorted(draw.sample(range(1, numel), ranks - 1)) if ranks > 1 else []
         held = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
         holders = tuple((first + r, h) for r, h in enumerate(held))
-        units.append(UnitSpec(f"w{i}", 0, numel, draw.randint(1, max_cost), holders))
+        units.append(HeldUnit(f"w{i}", 0, numel, draw.randint(1, max_cost), holders))
     return tuple(units)
 
 
@@ -119,7 +119,7 @@ def test_loads_are_near_the_best_of_all_assignments(seed, count, world_size):
 
 def test_owner_is_the_largest_holder_where_balance_allows_it():
     units = tuple(
-        UnitSpec(f"w{r}", 0, 100, 10, ((r, 30), (r + 1, 70))) for r in range(3)
+        HeldUnit(f"w{r}", 0, 100, 10, ((r, 30), (r + 1, 70))) for r in range(3)
     )  # ranks 1, 2, 3 hold most of one unit each
     plan = plan_owners(units, 4, slot_numel=1000)
     assert plan.owners == (1, 2, 3)
@@ -127,36 +127,36 @@ def test_owner_is_the_largest_holder_where_balance_allows_it():
 
 
 def test_resident_work_counts_as_load():
-    resident = UnitSpec("a", 0, 10, 100, ((0, 10),))
-    cut = UnitSpec("b", 0, 10, 90, ((0, 9), (1, 1)))
+    resident = HeldUnit("a", 0, 10, 100, ((0, 10),))
+    cut = HeldUnit("b", 0, 10, 90, ((0, 9), (1, 1)))
     assert plan_owners((resident, cut), 2, slot_numel=100).owners == (0, 1)
 
 
 def test_whole_units_are_let_go_where_they_would_make_a_rank_late():
     # The same matrix of every layer lies whole on rank 0, as layouts of equal layers have it.
-    worth = tuple(UnitSpec(f"layer{i}", 0, 10, 1 << 20, ((0, 10),)) for i in range(8))
+    worth = tuple(HeldUnit(f"layer{i}", 0, 10, 1 << 20, ((0, 10),)) for i in range(8))
     plan = plan_owners(worth, 4, slot_numel=100)
     assert plan.skew == 1.0
     assert sorted(map(plan.is_resident, range(8))) == [False] * 6 + [True] * 2
     assert plan.gathered_numel == plan.returned_numel == 60
     # A matrix that is computed sooner than moved stays, whatever the balance.
-    quick = tuple(UnitSpec(f"layer{i}", 0, 1 << 10, 1 << 20, ((0, 1 << 10),)) for i in range(8))
+    quick = tuple(HeldUnit(f"layer{i}", 0, 1 << 10, 1 << 20, ((0, 1 << 10),)) for i in range(8))
     plan = plan_owners(quick, 4, slot_numel=1 << 10)
     assert (plan.gathered_numel, plan.waves, plan.skew) == (0, (), 4.0)
 
 
 def test_short_units_fill_the_gaps_that_long_ones_leave():
     # 5 long units for 2 ranks, beside short ones that lie whole on rank 1: 10 + 10 + 8 a rank.
-    long = [UnitSpec(f"long{i}", 0, 1, 10 << 20, ((0, 1), (1, 0))[:1]) for i in range(5)]
-    long = [UnitSpec(u.fqn, 0, 2, u.cost, ((0, 1), (1, 1))) for u in long]
-    short = [UnitSpec(f"short{i}", 0, 2, 3 << 20, ((1, 2),)) for i in range(2)]
+    long = [HeldUnit(f"long{i}", 0, 1, 10 << 20, ((0, 1), (1, 0))[:1]) for i in range(5)]
+    long = [HeldUnit(u.fqn, 0, 2, u.cost, ((0, 1), (1, 1))) for u in long]
+    short = [HeldUnit(f"short{i}", 0, 2, 3 << 20, ((1, 2),)) for i in range(2)]
     plan = plan_owners((*long, *short), 2, slot_numel=100)
     assert max(plan.loads) == 30 << 20
 
 
 def test_one_unit_larger_than_a_share_is_said_to_cost_what_it_costs():
     units = tuple(
-        UnitSpec(f"w{i}", 0, 4, cost, ((0, 2), (1, 2))) for i, cost in enumerate((90, 5, 5))
+        HeldUnit(f"w{i}", 0, 4, cost, ((0, 2), (1, 2))) for i, cost in enumerate((90, 5, 5))
     )
     plan = plan_owners(units, 4, slot_numel=100)
     assert plan.largest_share == 90 * 4 / 100
@@ -167,12 +167,12 @@ def test_unit_larger_than_a_slot_is_an_error():
     with pytest.raises(
         ValueError, match=r"'layer\.w' takes up 10 elements, more than slot_numel=9"
     ):
-        plan_owners((UnitSpec("layer.w", 0, 10, 1, ((0, 5), (1, 5))),), 2, slot_numel=9)
+        plan_owners((HeldUnit("layer.w", 0, 10, 1, ((0, 5), (1, 5))),), 2, slot_numel=9)
 
 
 def test_work_of_all_layers_is_balanced_together():
     # One cut unit a layer, all with the same holders: by layers all would go to the same rank.
-    units = tuple(UnitSpec(f"layer{i}", 0, 64, 7, ((0, 33), (1, 31))) for i in range(8))
+    units = tuple(HeldUnit(f"layer{i}", 0, 64, 7, ((0, 33), (1, 31))) for i in range(8))
     assert plan_owners(units, 4, slot_numel=1000).loads == (14, 14, 14, 14)
 
 
@@ -180,7 +180,7 @@ def test_plan_for_thousands_of_ranks_is_made_quickly():
     # Linear in units and ranks together: a quadratic plan would take minutes.
     world_size = 16384
     units = tuple(
-        UnitSpec(f"w{i}", 0, 200, 5, ((7 * i, 100), (7 * i + 1, 100))) for i in range(2000)
+        HeldUnit(f"w{i}", 0, 200, 5, ((7 * i, 100), (7 * i + 1, 100))) for i in range(2000)
     )
     plan = plan_owners(units, world_size, slot_numel=1000)
     assert max(plan.loads) == 5
@@ -192,7 +192,7 @@ def test_plan_for_thousands_of_ranks_is_made_quickly():
 )
 def test_unit_that_is_not_held_completely_is_an_error(holders):
     with pytest.raises(ValueError, match=r"unit 2 of 'layer\.w'.*4 elements"):
-        plan_owners((UnitSpec("layer.w", 2, 4, 1, holders),), 2, slot_numel=10)
+        plan_owners((HeldUnit("layer.w", 2, 4, 1, holders),), 2, slot_numel=10)
 
 
 @pytest.mark.parametrize(("world_size", "slot_numel"), [(0, 1), (1, 0)])
@@ -218,8 +218,8 @@ def test_grid_numbers_every_rank_once(shards, replicas, power):
 
 def test_plan_computes_a_unit_once_for_all_copies_where_most_of_it_lies():
     grid = Grid(shards=2, replicas=2)
-    cut = UnitSpec("cut", 0, 10, 5, ((0, 3), (1, 7)), grid)
-    whole = UnitSpec("whole", 0, 10, 5, ((0, 10),), grid)
+    cut = HeldUnit("cut", 0, 10, 5, ((0, 3), (1, 7)), grid)
+    whole = HeldUnit("whole", 0, 10, 5, ((0, 10),), grid)
     plan = plan_owners((cut, whole), 4, slot_numel=1000)
     assert plan.waves == ((0, 1),)
     assert plan.owners == (1, 0)
@@ -231,7 +231,7 @@ def test_plan_computes_a_unit_once_for_all_copies_where_most_of_it_lies():
 
 def test_plan_divides_units_that_every_rank_holds_over_all_ranks():
     grid = Grid(shards=1, replicas=4)
-    units = tuple(UnitSpec(f"w{i}", 0, 64, 3, ((0, 64),), grid) for i in range(8))
+    units = tuple(HeldUnit(f"w{i}", 0, 64, 3, ((0, 64),), grid) for i in range(8))
     plan = plan_owners(units, 4, slot_numel=10**6)
     assert plan.loads == (6, 6, 6, 6)
     assert (plan.gathered_numel, plan.returned_numel) == (0, 8 * 3 * 64)
@@ -239,7 +239,7 @@ def test_plan_divides_units_that_every_rank_holds_over_all_ranks():
 
 def test_slots_bound_what_returns_to_a_rank_that_holds_a_copy_of_everything():
     grid = Grid(shards=1, replicas=4)
-    units = tuple(UnitSpec(f"w{i}", 0, 10, 3, ((0, 10),), grid) for i in range(40))
+    units = tuple(HeldUnit(f"w{i}", 0, 10, 3, ((0, 10),), grid) for i in range(40))
     plan = plan_owners(units, 4, slot_numel=80)
     # 10 elements and the four copies it returns for its own unit, 10 for each other rank's.
     assert max(max(slots(plan, wave, two_ways=True)) for wave in plan.waves) == 50 + 3 * 10
@@ -248,6 +248,6 @@ def test_slots_bound_what_returns_to_a_rank_that_holds_a_copy_of_everything():
 
 
 def test_plan_refuses_a_grid_of_other_ranks():
-    unit = UnitSpec("layer.w", 0, 4, 1, ((0, 4),), Grid(shards=2, replicas=2))
+    unit = HeldUnit("layer.w", 0, 4, 1, ((0, 4),), Grid(shards=2, replicas=2))
     with pytest.raises(ValueError, match=r"'layer.w': expected a grid of 3 ranks, got Grid"):
         plan_owners((unit,), 3, slot_numel=12)

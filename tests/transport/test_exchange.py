@@ -7,14 +7,14 @@ import torch
 import torch.distributed as dist
 
 from ranks import run_ranks
+from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
-from sharding.planning.units import Grid, UnitSpec
 from sharding.transport.exchange import Exchange
 
 
 def units_of(
     seed: int, world_size: int, count: int, grid: Grid | None = None
-) -> tuple[UnitSpec, ...]:
+) -> tuple[HeldUnit, ...]:
     """Return units of which some ranks may hold nothing at all."""
     draw = random.Random(seed)
     shards = world_size if grid is None else grid.shards
@@ -26,7 +26,7 @@ def units_of(
         cuts = sorted(draw.sample(range(1, numel), len(holders) - 1))
         held = [b - a for a, b in zip([0, *cuts], [*cuts, numel], strict=True)]
         spread = tuple(zip(holders, held, strict=True))
-        units.append(UnitSpec(f"w{i}", 0, numel, numel, spread, grid))
+        units.append(HeldUnit(f"w{i}", 0, numel, numel, spread, grid))
     return tuple(units)
 
 
@@ -82,7 +82,7 @@ def heard(plan: OwnerPlan, rank: int, parameters: list[int], step: int) -> froze
     return frozenset(known)
 
 
-def held(spec: UnitSpec, rank: int) -> tuple[int, int]:
+def held(spec: HeldUnit, rank: int) -> tuple[int, int]:
     return next((start, stop) for holder, start, stop in spec.all_pieces() if holder == rank)
 
 
@@ -147,7 +147,7 @@ def test_units_of_several_copies_travel_to_one_owner_and_return_to_all(grid):
 
 
 def test_memory_is_that_of_two_waves_however_many_there_are():
-    units = tuple(UnitSpec(f"w{i}", 0, 128, 1, ((0, 64), (1, 64))) for i in range(40))
+    units = tuple(HeldUnit(f"w{i}", 0, 128, 1, ((0, 64), (1, 64))) for i in range(40))
     plan = plan_owners(units, 2, slot_numel=384)
     assert len(plan.waves) >= 10
     for allocated, _ in run_ranks(travel, 2, plan, torch.float32):
@@ -157,6 +157,6 @@ def test_memory_is_that_of_two_waves_however_many_there_are():
 
 
 def test_resident_units_need_no_memory_and_no_exchange():
-    plan = plan_owners((UnitSpec("w", 0, 10, 1, ((1, 10),)),), 2, slot_numel=100)
+    plan = plan_owners((HeldUnit("w", 0, 10, 1, ((1, 10),)),), 2, slot_numel=100)
     assert plan.waves == ()
     assert run_ranks(travel, 2, plan, torch.float32) == [(0, 0), (0, 0)]

@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from vfsdp_optim.capacity.shapes import ITEMSIZE, NamedShape, Shape
+from sharding.planning.granule import Shape
+from vfsdp_optim.capacity.shapes import ITEMSIZE, NamedShape
 
 _MISSING = object()
 

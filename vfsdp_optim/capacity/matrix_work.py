@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
+from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.negotiation import BucketPlan
 from sharding.planning.ownership import OwnerPlan, plan_owners
-from sharding.planning.units import Grid, UnitSpec
 from sharding.transport.exchange import slot_numels
 from vfsdp_optim.capacity.optimizers import BlockOptimizer
 from vfsdp_optim.capacity.update_scratch import Need, Needs, most, unit_scratch
@@ -68,7 +68,7 @@ def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.d
         ValueError: A matrix is larger than the optimizer's `max_exchange_bytes`.
     """
     grid = Grid(shards, copies) if copies > 1 else None
-    units: list[tuple[BlockOptimizer, Job, UnitSpec]] = []
+    units: list[tuple[BlockOptimizer, Job, HeldUnit]] = []
     limits = []
     for block in blocks:
         units += _units(block, wire, grid) * block.count
@@ -97,7 +97,7 @@ def _most_by_shard(values: Sequence[int], grid: Grid) -> tuple[int, ...]:
 
 def _units(
     block: Block, wire: torch.dtype, grid: Grid | None
-) -> list[tuple[BlockOptimizer, Job, UnitSpec]]:
+) -> list[tuple[BlockOptimizer, Job, HeldUnit]]:
     """The units of one block, with who holds them."""
     result = []
     for i, jobs in sorted(block.optimizer.jobs.items()):
@@ -109,12 +109,12 @@ def _units(
             start, stop = job.unit.start, job.unit.start + job.unit.numel
             holders = tuple((rank, b - a) for rank, a, b in segment.ranges(index, start, stop))
             fqn = job.member.fqn
-            spec = UnitSpec(fqn, number, job.unit.numel, job.cost, holders, grid)
+            spec = HeldUnit(fqn, number, job.unit.numel, job.cost, holders, grid)
             result.append((block.optimizer, job, spec))
     return result
 
 
-def _scratch(units: Sequence[tuple[BlockOptimizer, Job, UnitSpec]], plan: OwnerPlan) -> Needs:
+def _scratch(units: Sequence[tuple[BlockOptimizer, Job, HeldUnit]], plan: OwnerPlan) -> Needs:
     """What each rank needs for the units that it computes."""
     needs: Needs = {}
     seen: dict[object, Mapping[Need, int]] = {}

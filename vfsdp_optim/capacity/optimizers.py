@@ -26,7 +26,7 @@ from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.units import Job, jobs_by_ranks
-from vfsdp_optim.step.working_set import make_layout
+from vfsdp_optim.step.working_set import make_working_set
 
 OPTIMIZERS: Mapping[str, type[StructuredOptimizer]] = {"adamw": AdamW, "muon": Muon}
 """By name on the command line; what is no matrix, and embeddings and heads, go to AdamW."""
@@ -177,7 +177,7 @@ def block_optimizer(
 
 
 def _members(optimizer: StructuredOptimizer) -> list[Member]:
-    layout = make_layout(
+    working = make_working_set(
         optimizer.param_groups,
         optimizer.algorithms,
         None,
@@ -185,7 +185,7 @@ def _members(optimizer: StructuredOptimizer) -> list[Member]:
         {},
         lambda param: True,
     )
-    return layout.members
+    return working.members
 
 
 def _made(

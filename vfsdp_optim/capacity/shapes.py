@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 
-Shape = tuple[int, ...]
+from sharding.planning.granule import Shape
 
 ITEMSIZE = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of an element, by name of the dtypes that parameters may have."""

@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from sharding.planning.plan_file import FORMAT, bucket_to_json
+from sharding.planning.plan_file import PLAN_FORMAT, bucket_to_json
 from vfsdp_optim.capacity.optimizers import optimizer_name
 from vfsdp_optim.capacity.parallelism import Parallelism
 from vfsdp_optim.capacity.prediction import Capacity
@@ -128,7 +128,7 @@ def to_json(
         )
     setup = capacities[0].setup
     document: dict[str, Any] = {
-        "format": FORMAT,
+        "format": PLAN_FORMAT,
         "model": model.name,
         "source": model.source,
         "optimizer": (

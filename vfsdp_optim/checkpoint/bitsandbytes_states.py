@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vfsdp_optim.states.block_codec import BLOCK, FORMAT, block_count, dynamic_map
+from vfsdp_optim.states.block_codec import BLOCK, CODES_FORMAT, block_count, dynamic_map
 from vfsdp_optim.states.formats import ABSMAX, CODES
 from vfsdp_optim.step.standing_state import step_of
 
@@ -35,7 +35,7 @@ def from_bitsandbytes(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         names = {"param_names": group["param_names"]} if "param_names" in group else {}
         precision = {}
         if packed & set(group["params"]):
-            precision = {"states": "8bit", "states_format": FORMAT}
+            precision = {"states": "8bit", "states_format": CODES_FORMAT}
         groups.append({**known, **names, **precision, "params": group["params"]})
     return {"state": state, "param_groups": groups}
 

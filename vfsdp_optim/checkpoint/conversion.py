@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
 from vfsdp_optim.checkpoint.saved import Checkpoint
-from vfsdp_optim.states.block_codec import FORMAT, block_count
+from vfsdp_optim.states.block_codec import CODES_FORMAT, block_count
 from vfsdp_optim.states.formats import (
     ABSMAX,
     CODES,
@@ -71,7 +71,7 @@ def _state(
                 "the checkpoint was written by another algorithm"
             )
         elif packed and isinstance(state_format, PlainFormat):
-            if saved_format not in (None, FORMAT):
+            if saved_format not in (None, CODES_FORMAT):
                 raise ValueError(
                     f"{member.fqn}: {key} is saved in local blocks, which cannot be converted; "
                     "keep it in 8 bits on the same layout"

@@ -14,7 +14,7 @@ from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, check_schedule, plain_value
 from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bitsandbytes
 from vfsdp_optim.checkpoint.values import (
-    CURE,
+    CONVERT_CURE,
     LoadedState,
     check_not_left_out,
     check_numbers,
@@ -22,9 +22,9 @@ from vfsdp_optim.checkpoint.values import (
     read_state,
 )
 from vfsdp_optim.parameters.given import named
-from vfsdp_optim.states.block_codec import FORMAT
+from vfsdp_optim.states.block_codec import CODES_FORMAT
 from vfsdp_optim.step.runs import Member
-from vfsdp_optim.step.working_set import Layout
+from vfsdp_optim.step.working_set import WorkingSet
 
 # How torch runs its own update, and what describes this optimizer's memory: of no meaning for the
 # values that are loaded.
@@ -127,19 +127,19 @@ class Checkpoint:
                     "parameters; group the parameters as they were saved"
                 )
 
-    def check_states(self, layout: Layout) -> None:
+    def check_states(self, working: WorkingSet) -> None:
         """Check keys, types and shapes of all states; communicates nothing.
 
         Raises:
             RuntimeError, TypeError, ValueError: as `check_state`.
         """
-        for member in layout.members:
+        for member in working.members:
             if member.param in self.states:
-                counts = layout.counting[member.number]
+                counts = working.counting[member.number]
                 check_state(self.states[member.param], member, counts_steps=counts)
 
     def read_states(
-        self, layout: Layout, algorithm_of: Callable[[Member], Algorithm]
+        self, working: WorkingSet, algorithm_of: Callable[[Member], Algorithm]
     ) -> list[LoadedState]:
         """Return the state of every member, its numbers checked.
 
@@ -148,14 +148,14 @@ class Checkpoint:
             NotImplementedError: a DTensor on another mesh.
         """
         values = [
-            read_state(self.states[m.param], m, counts_steps=layout.counting[m.number])
+            read_state(self.states[m.param], m, counts_steps=working.counting[m.number])
             if m.param in self.states
             else LoadedState()
-            for m in layout.members
+            for m in working.members
         ]
-        nonnegative = [algorithm_of(member).nonnegative for member in layout.members]
-        check_not_left_out(layout, self.states, values)
-        check_numbers(list(zip(layout.members, values, strict=True)), nonnegative)
+        nonnegative = [algorithm_of(member).nonnegative for member in working.members]
+        check_not_left_out(working, self.states, values)
+        check_numbers(list(zip(working.members, values, strict=True)), nonnegative)
         return values
 
 
@@ -283,7 +283,7 @@ def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> N
     for key in PRECISION_KEYS:
         if key in source and _differs(source[key], group[key]):
             _, fqn = next(named(group, f"param group {g}"), (None, f"param group {g}"))
-            cure = CURE
+            cure = CONVERT_CURE
             if key == "states_format" and isinstance(source[key], str) and group[key]:
                 cure = _RESUME
             raise ValueError(
@@ -294,11 +294,11 @@ def _check_precision(g: int, group: dict[str, Any], source: dict[str, Any]) -> N
 
 def _check_convertible(g: int, group: dict[str, Any], source: dict[str, Any]) -> None:
     saved = source.get("states_format")
-    if all(_differs(saved, known) for known in (None, FORMAT, group["states_format"])):
+    if all(_differs(saved, known) for known in (None, CODES_FORMAT, group["states_format"])):
         _, fqn = next(named(group, f"param group {g}"))
         raise ValueError(
             f"{fqn}: the checkpoint has states_format={saved!r}, the optimizer "
-            f"{group['states_format']!r}; only {FORMAT!r} can be converted: {_RESUME}"
+            f"{group['states_format']!r}; only {CODES_FORMAT!r} can be converted: {_RESUME}"
         )
 
 

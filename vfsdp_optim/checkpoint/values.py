@@ -19,10 +19,10 @@ from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.formats import CODES
 from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.standing_state import step_of
-from vfsdp_optim.step.working_set import Layout
+from vfsdp_optim.step.working_set import WorkingSet
 
 # What to do about a checkpoint in another precision.
-CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
+CONVERT_CURE = "call optimizer.load_state_dict(optimizer.convert_state_dict(state_dict))"
 # In which moments of any parameter can be kept. Half underflows to 0 / 0 (eps too).
 _DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
@@ -53,7 +53,7 @@ def check_state(state: Mapping[str, Any], member: Member, *, counts_steps: bool)
         raise ValueError(
             f"{member.fqn}: expected state {sorted(expected)}, got {sorted(state)}; "
             "the checkpoint was written by another algorithm, or in another precision: for "
-            f"that {CURE}"
+            f"that {CONVERT_CURE}"
         )
     packed = member.packed_keys()
     for key, view in member.views.items():
@@ -117,7 +117,7 @@ def check_numbers(
 
 
 def check_not_left_out(
-    layout: Layout, states: Mapping[Tensor, Mapping[str, Any]], values: Sequence[LoadedState]
+    working: WorkingSet, states: Mapping[Tensor, Mapping[str, Any]], values: Sequence[LoadedState]
 ) -> None:
     """Refuse, beside what was loaded, zeros that this optimizer made and nobody wrote to since.
 
@@ -128,8 +128,8 @@ def check_not_left_out(
         ValueError: a parameter has taken steps, and its moments were never written.
     """
     left_out: list[str] = []
-    for number, versions in layout.untouched.items():
-        member, value = layout.members[number], values[number]
+    for number, versions in working.untouched.items():
+        member, value = working.members[number], values[number]
         keys = [
             key
             for key, part in member.parts().items()

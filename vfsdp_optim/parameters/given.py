@@ -67,7 +67,7 @@ def check_current(groups: list[dict[str, Any]]) -> None:
                 )
 
 
-class Places:
+class GroupPlaces:
     """Where the parameters of groups are; finds one in constant time while nobody edits groups."""
 
     def __init__(self) -> None:

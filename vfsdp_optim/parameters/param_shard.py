@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.planning.units import Grid
+from sharding.planning.holders import Grid
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.backends import main_device_type
@@ -39,7 +39,7 @@ _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.Process
 _groups = WeakKeyDictionary()
 _ids_of_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 
-Bounds = tuple[int, int]
+Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +146,8 @@ class ParamShard:
     param: Tensor
     ranks: Ranks | None
     grid: Grid | None
-    all_bounds: Sequence[Bounds] | None
-    bounds: Bounds | None
+    all_bounds: Sequence[Range] | None
+    bounds: Range | None
 
     @staticmethod
     def of(param: Tensor, fqn: str, replicas: Ranks | None = None) -> ParamShard:
@@ -207,7 +207,7 @@ class ParamShard:
             )
         return ParamShard(param, ranks, grid, all_bounds, (start, stop))
 
-    def check_has_ranges(self, fqn: str) -> tuple[Sequence[Bounds], Bounds]:
+    def check_has_ranges(self, fqn: str) -> tuple[Sequence[Range], Range]:
         """Return `all_bounds` and `bounds`, which matrices are found by.
 
         Raises:
@@ -351,7 +351,7 @@ def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
     return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
 
 
-def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[Bounds] | None:
+def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[Range] | None:
     """Return every shard's range of the flattened parameter, None where shards are no ranges.
 
     Args:
@@ -373,7 +373,7 @@ def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[B
 
 
 @lru_cache(maxsize=1024)
-def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[Bounds]:
+def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[Range]:
     """Return the ranges of rows cut by one mesh axis after another; equal parameters share them."""
     pieces = [(0, rows)]
     for size in sizes:
@@ -381,7 +381,7 @@ def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[B
     return tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
 
 
-def _chunks(start: int, stop: int, count: int) -> list[Bounds]:
+def _chunks(start: int, stop: int, count: int) -> list[Range]:
     """Return `count` ranges as torch.chunk cuts rows: the last ones short or empty."""
     size = -(-(stop - start) // count)
     cuts = [min(start + i * size, stop) for i in range(count + 1)]

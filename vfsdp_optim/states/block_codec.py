@@ -127,7 +127,7 @@ def _format_text() -> str:
 
 
 # What a checkpoint says about its codes: format, version, block and hash of the maps.
-FORMAT = _format_text()
+CODES_FORMAT = _format_text()
 
 
 def _bounds(values: Tensor, signed: bool) -> Tensor:

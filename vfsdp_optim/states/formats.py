@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
-from sharding.tensor.placement import Runs, placement_from_runs
+from sharding.tensor.placement import RankRuns, placement_from_runs
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.parameters.param_shard import ParamShard
 from vfsdp_optim.states.block_codec import BLOCK, DynamicMap, block_count, dynamic_map
@@ -219,7 +219,7 @@ class BlockState(State):
         """Do nothing: `close` has done it."""
 
 
-def block_runs(shard: ParamShard, fqn: str) -> Runs:
+def block_runs(shard: ParamShard, fqn: str) -> RankRuns:
     """Return how many blocks each shard of a parameter has, as (blocks, number of shards).
 
     Raises:
@@ -234,7 +234,7 @@ def block_runs(shard: ParamShard, fqn: str) -> Runs:
     return tuple((count, sum(1 for _ in alike)) for count, alike in groupby(counts))
 
 
-def _cut(scales: Tensor, runs: Runs, shard: ParamShard, fqn: str) -> Tensor:
+def _cut(scales: Tensor, runs: RankRuns, shard: ParamShard, fqn: str) -> Tensor:
     """Return this rank's scales, one for each block, as the piece of a tensor cut as `shard`."""
     param = shard.param
     if not isinstance(param, DTensor):

@@ -16,7 +16,7 @@ from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.algorithm import PRECISION, Algorithm
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.parameters.param_shard import ParamShard
-from vfsdp_optim.states.block_codec import BLOCK, FORMAT
+from vfsdp_optim.states.block_codec import BLOCK, CODES_FORMAT
 from vfsdp_optim.states.formats import CODES, BlockFormat, PlainFormat, StateFormat, block_runs
 from vfsdp_optim.states.weights import MASTER, InPlace, MasterCopy, RandomRounding, WeightRule
 
@@ -188,7 +188,7 @@ def note_format(group: dict[str, Any], where: str, has_state: Callable[[Tensor],
     """Write what the codes of a group are into it, for checkpoints; None where it has none."""
     group["states_format"] = None
     if group["states"] == "8bit":
-        group["states_format"] = FORMAT
+        group["states_format"] = CODES_FORMAT
         shards = [
             (fqn, ParamShard.of(param, fqn))
             for param, fqn in named(group, where)

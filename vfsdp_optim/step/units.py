@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharding.planning.holders import HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
-from sharding.planning.units import UnitSpec
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 from vfsdp_optim.states.scratch import Scratch
@@ -157,7 +157,7 @@ def make_jobs(
     return jobs
 
 
-def unit_spec(job: Job, index: int) -> UnitSpec:
+def held_unit(job: Job, index: int) -> HeldUnit:
     """Return a job as the owner plan sees it."""
     shard = job.member.shard
     all_bounds, _ = shard.check_has_ranges(job.member.fqn)
@@ -170,7 +170,7 @@ def unit_spec(job: Job, index: int) -> UnitSpec:
             break
         if b > a:
             holders.append((i, min(stop, b) - max(start, a)))
-    return UnitSpec(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
+    return HeldUnit(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
 
 
 def jobs_by_ranks(
@@ -203,7 +203,7 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
         ValueError: a matrix that other ranks hold too is larger than `max_exchange_bytes`.
     """
     two_ways = any(_copies(job.member.shard) > 1 for job in jobs)
-    units: list[UnitSpec] = []
+    units: list[HeldUnit] = []
     previous, index, slot_numel = None, 0, 1
     for job in jobs:
         index = index + 1 if job.member is previous else 0
@@ -215,7 +215,7 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
             slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
         if job.member.shard.ranks is None:  # never travels
             slot_numel = max(slot_numel, job.unit.numel)
-        units.append(unit_spec(job, index))
+        units.append(held_unit(job, index))
     ranks = jobs[0].member.shard.ranks if jobs else None
     return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
 
@@ -252,7 +252,7 @@ def check_exchange(
         return
     largest = max(units, key=lambda unit: unit.numel)
     copies = _copies(shard)
-    unit = UnitSpec(fqn, 0, largest.numel, 0, (), shard.grid)
+    unit = HeldUnit(fqn, 0, largest.numel, 0, (), shard.grid)
     needed = wire.itemsize * unit.least_slot(two_ways=two_ways or copies > 1)
     if needed > max_exchange_bytes:
         matrices = "a matrix" if largest.batch == 1 else f"{largest.batch} matrices"

@@ -28,7 +28,7 @@ from vfsdp_optim.step.standing_state import (
 
 
 @dataclass(slots=True)
-class Layout:
+class WorkingSet:
     """The parameters as the last step found them, and their state.
 
     Attributes:
@@ -40,7 +40,7 @@ class Layout:
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
         logs: where steps are noted; see [Note: proofs in reductions] in sharding/fsdp/proofs.py.
-        key: what the layout depends on besides memory addresses.
+        key: what the working set depends on besides memory addresses.
         untouched: by number of a member whose zero state was made here, the version of each part
             then: torch counts what is written to it.
         matrices: the matrix part; None until the first step, because its slots take memory.
@@ -60,14 +60,14 @@ class Layout:
 
 
 @torch.no_grad()
-def make_layout(
+def make_working_set(
     groups: list[dict[str, Any]],
     algorithms: Mapping[str, Algorithm],
     replicas: Ranks | None,
     max_exchange_bytes: int,
     states: States,
     has_state: Callable[[Tensor], bool],
-) -> Layout:
+) -> WorkingSet:
     """Find the spans, allocate their state and take over what stands in the optimizer's.
 
     Args:
@@ -116,7 +116,9 @@ def make_layout(
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
     sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
     left, logs = leave(states, made), logs_of(sharded)
-    return Layout(members, spans, steps, counting, sharded, peers, left, logs, untouched=untouched)
+    return WorkingSet(
+        members, spans, steps, counting, sharded, peers, left, logs, untouched=untouched
+    )
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:

@@ -29,7 +29,7 @@ from vfsdp_optim.testing.programs import (
 )
 from vfsdp_optim.testing.records import Record
 from vfsdp_optim.testing.reproduce import script
-from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, describe
+from vfsdp_optim.testing.shardings import LayoutChoice, MakeOptimizer, as_layouts, layout_text
 from vfsdp_optim.testing.trial import (
     SCHEDULED,
     MakeModel,
@@ -49,7 +49,7 @@ def assert_sharded_equals_unsharded(
     shapes: Shapes | None = None,
     model: nn.Module | MakeModel | None = None,
     world_sizes: Sequence[int] = (1, 2, 3, 4),
-    layouts: Layout | Sequence[Layout] = "ours",
+    layouts: LayoutChoice | Sequence[LayoutChoice] = "ours",
     steps: int = 5,
     gradients: str | Gradients = "random",
     exact: bool = True,
@@ -126,7 +126,7 @@ def assert_resume_is_exact(
     model: nn.Module | MakeModel | None = None,
     saved_on: int = 2,
     resumed_on: int = 3,
-    layouts: Layout | Sequence[Layout] = "ours",
+    layouts: LayoutChoice | Sequence[LayoutChoice] = "ours",
     steps: int = 3,
     gradients: str | Gradients = "random",
     checkpoint: str = "dcp",
@@ -276,7 +276,7 @@ def _compare(
 
 def _what_ran(optimizer: str, part: Phase) -> str:
     ranks = f"{part.world_size} rank{'s' if part.world_size > 1 else ''}"
-    return f"{optimizer} on {ranks} in layout {describe(part.layout or '')}"
+    return f"{optimizer} on {ranks} in layout {layout_text(part.layout or '')}"
 
 
 def _raise_if_unsupported(error: RankError, part: Phase, optimizer: str) -> None:
@@ -285,7 +285,7 @@ def _raise_if_unsupported(error: RankError, part: Phase, optimizer: str) -> None
     first = next((text for text in error.reports.values() if text.startswith(head)), None)
     if first is not None:
         raise NotImplementedError(
-            f"{optimizer} does not run in layout {describe(part.layout or '')}: "
+            f"{optimizer} does not run in layout {layout_text(part.layout or '')}: "
             f"{first.splitlines()[0].removeprefix(head + ': ')}; pass layouts= with those that it "
             "supports"
         ) from error
@@ -326,7 +326,7 @@ class _Copies:
         return deepcopy(self.module)
 
 
-def _refuse_scalars(layout: Layout, subject: Subject) -> None:
+def _refuse_scalars(layout: LayoutChoice, subject: Subject) -> None:
     if layout in ("fsdp2", "hsdp") and isinstance(subject.make_model, ParametersOf):
         if () in subject.make_model.shapes:
             raise ValueError(

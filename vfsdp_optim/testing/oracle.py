@@ -68,11 +68,15 @@ def muon(
         g = g.double()
         b = momentum * b + (1 - momentum) * g
         update = momentum * b + (1 - momentum) * g if nesterov else b
-        x = x - lr * weight_decay * x - lr * scale * orthogonalize(update, coefficients, eps)
+        x = (
+            x
+            - lr * weight_decay * x
+            - lr * scale * reference_orthogonalize(update, coefficients, eps)
+        )
     return x, b
 
 
-def orthogonalize(
+def reference_orthogonalize(
     x: Tensor, coefficients: Sequence[tuple[float, float, float]] = (KELLER,) * 5, eps: float = 1e-7
 ) -> Tensor:
     """Return about U V^T for x = U S V^T: each step maps the singular values s, scaled to a sum of

@@ -86,7 +86,7 @@ class RankError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _Request:
     """One request to a rank; `payload` is the pickled ``(fn, args)``."""
 
     world_size: int
@@ -195,7 +195,7 @@ class RankPool:
         """Return the process id of every rank that is alive in the pool."""
         return {rank: member.process.pid for rank, member in self._ranks.items()}
 
-    def _prepare(self, fn: Callable[..., Any], world_size: int, args: Sequence[Any]) -> _Call:
+    def _prepare(self, fn: Callable[..., Any], world_size: int, args: Sequence[Any]) -> _Request:
         payload = _packed(fn, args)
         if self._dir is None:
             self._dir = Path(tempfile.mkdtemp(prefix="ranks-"))
@@ -207,7 +207,7 @@ class RankPool:
             self._group = members
             self._groups += 1
             self._store = str(self._dir / f"group-{self._groups}")
-        return _Call(world_size, self._store, list(sys.path), payload)
+        return _Request(world_size, self._store, list(sys.path), payload)
 
     def _start(self, rank: int) -> _Rank:
         assert self._dir is not None, "the directory is made before the first rank"
@@ -394,7 +394,7 @@ def _serve(pipe: multiprocessing.connection.Connection, rank: int, log: str) -> 
     threading.Thread(target=_receive, args=(pipe, calls), daemon=True).start()
     store, left = "", 0
     while True:
-        call: _Call = pickle.loads(calls.get())
+        call: _Request = pickle.loads(calls.get())
         os.ftruncate(output, 0)
         try:
             if store != call.store:
@@ -449,7 +449,7 @@ def _groups() -> Collection[dist.ProcessGroup]:
     return groups
 
 
-def _run(call: _Call) -> Any:
+def _run(call: _Request) -> Any:
     sys.path.extend(entry for entry in call.path if entry not in sys.path)
     fn, args = pickle.loads(call.payload)
     torch.manual_seed(0)  # no draw depends on what ran before on this rank

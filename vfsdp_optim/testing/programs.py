@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from vfsdp_optim.testing.gradients import Gradients
-from vfsdp_optim.testing.shardings import Layout
+from vfsdp_optim.testing.shardings import LayoutChoice
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Load:
     """Go back to the last `Save`, with new objects on other ranks."""
 
     world_size: int
-    layout: Layout = "ours"
+    layout: LayoutChoice = "ours"
 
 
 Instruction = Step | SetLr | Freeze | AddGroup | Save | Load
@@ -84,7 +84,7 @@ class Program:
 
     shapes: tuple[tuple[int, ...], ...]
     world_size: int = 2
-    layout: Layout = "ours"
+    layout: LayoutChoice = "ours"
     instructions: tuple[Instruction, ...] = (Step(),)
     late: int = 0
     dtype: str = "float32"
@@ -115,7 +115,7 @@ class Phase:
     """
 
     world_size: int
-    layout: Layout | None
+    layout: LayoutChoice | None
     path: tuple[Instruction, ...]
     instructions: tuple[Instruction, ...]
     loads: bool = False
@@ -130,7 +130,7 @@ class Phase:
 @dataclass(slots=True)
 class _Draft:
     world_size: int
-    layout: Layout
+    layout: LayoutChoice
     path: tuple[Instruction, ...] = ()
     loads: bool = False
     saves: bool = False

@@ -16,13 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sharding.fsdp.fully_shard import fully_shard
+from sharding.planning.planner import ALIGN
 from sharding.planning.structure import DeclaresStructure
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.backends import main_device_type, world
 
 # A name, or one placement for each parameter.
-Layout = str | tuple[RaggedShard, ...]
+LayoutChoice = str | tuple[RaggedShard, ...]
 MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 
 LAYOUTS = {
@@ -35,10 +36,9 @@ LAYOUTS = {
     "hsdp": "torch.distributed.fsdp.fully_shard on a 2-D mesh",
     "replicated": "plain parameters on every rank, as in DistributedDataParallel",
 }
-ALIGN = 256  # where parameters start in a flat buffer, as in those of fully_shard
 
 
-def as_layouts(layouts: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
+def as_layouts(layouts: LayoutChoice | Sequence[LayoutChoice]) -> tuple[LayoutChoice, ...]:
     """Return the layouts that a user asked for.
 
     Raises:
@@ -58,14 +58,14 @@ def as_layouts(layouts: Layout | Sequence[Layout]) -> tuple[Layout, ...]:
     return given
 
 
-def describe(layout: Layout) -> str:
+def layout_text(layout: LayoutChoice) -> str:
     """Return a layout as a report names it."""
     return repr(layout) if isinstance(layout, str) else "drawn RaggedShards"
 
 
 def shard_model(
     model: nn.Module,
-    layout: Layout,
+    layout: LayoutChoice,
     make_optimizer: MakeOptimizer,
     first: Callable[[nn.Module], nn.Module] = lambda model: model,
 ) -> torch.optim.Optimizer:
@@ -101,7 +101,7 @@ def shard_model(
     return make_optimizer(first(model))
 
 
-def mesh_of(layout: Layout) -> DeviceMesh:
+def mesh_of(layout: LayoutChoice) -> DeviceMesh:
     """Return the mesh of all ranks that a layout uses."""
     world_size = dist.get_world_size()
     kind = main_device_type(world())
@@ -135,7 +135,7 @@ def _fully_shard(
     fully_shard(model, mesh=mesh, optimizer=declares)
 
 
-def _cut(model: nn.Module, mesh: DeviceMesh, layout: Layout) -> None:
+def _cut(model: nn.Module, mesh: DeviceMesh, layout: LayoutChoice) -> None:
     """Replace the parameters by pieces that lie side by side in one flat buffer."""
     held = {
         (module, name): param

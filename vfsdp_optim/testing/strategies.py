@@ -12,6 +12,8 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+from sharding.planning.granule import Shape
+from sharding.planning.planner import ALIGN
 from sharding.tensor.placement import RaggedShard
 from vfsdp_optim.testing.gradients import KINDS, GradientStream
 from vfsdp_optim.testing.programs import (
@@ -24,12 +26,10 @@ from vfsdp_optim.testing.programs import (
     SetLr,
     Step,
 )
-from vfsdp_optim.testing.shardings import ALIGN, LAYOUTS, Layout
+from vfsdp_optim.testing.shardings import LAYOUTS, LayoutChoice
 
 if TYPE_CHECKING:
     from hypothesis.strategies import DrawFn, SearchStrategy
-
-Shape = tuple[int, ...]
 
 
 def parameter_sets(
@@ -183,13 +183,13 @@ def _placement(
 
 def _places(
     shapes: tuple[Shape, ...], world_sizes: Sequence[int], names: Sequence[str]
-) -> SearchStrategy[tuple[int, Layout]]:
+) -> SearchStrategy[tuple[int, LayoutChoice]]:
     """Return a strategy for a number of ranks and a layout on them."""
     st = _hypothesis()
 
-    def of(world_size: int) -> SearchStrategy[tuple[int, Layout]]:
+    def of(world_size: int) -> SearchStrategy[tuple[int, LayoutChoice]]:
         drawn = {"ragged": (), "blocks": (ALIGN,)}
-        choices: list[SearchStrategy[Layout]] = [st.just(n) for n in names if n not in drawn]
+        choices: list[SearchStrategy[LayoutChoice]] = [st.just(n) for n in names if n not in drawn]
         for name in drawn.keys() & set(names):
             choices += [layouts(shapes, world_size, units=drawn[name]) for _ in range(2)]
         return st.tuples(st.just(world_size), st.one_of(*choices))
@@ -216,7 +216,7 @@ def _steps(params: int, kinds: Sequence[str]) -> SearchStrategy[Step]:
 
 
 def _rounds(
-    params: int, kinds: Sequence[str], place: SearchStrategy[tuple[int, Layout]]
+    params: int, kinds: Sequence[str], place: SearchStrategy[tuple[int, LayoutChoice]]
 ) -> SearchStrategy[tuple[Instruction, ...]]:
     """Return a strategy for what happens before a step, each with a chance of its own, and the
     step."""

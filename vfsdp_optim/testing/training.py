@@ -16,9 +16,15 @@ from torch.utils import _pytree as pytree
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference, moves
 from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
 from vfsdp_optim.testing.records import PARAM, Record, observe
-from vfsdp_optim.testing.shardings import Layout, MakeOptimizer, as_layouts, describe, shard_model
+from vfsdp_optim.testing.shardings import (
+    LayoutChoice,
+    MakeOptimizer,
+    as_layouts,
+    layout_text,
+    shard_model,
+)
 
-Loss = Callable[[nn.Module, Any], Tensor]
+BatchLoss = Callable[[nn.Module, Any], Tensor]
 
 # Those with a forward, and a backward that averages gradients over ranks.
 TRAINABLE = ("ours", "ours_hsdp", "negotiated", "fsdp2", "hsdp")
@@ -39,7 +45,7 @@ class Loop:
     make_model: Callable[[], nn.Module]
     make_optimizer: MakeOptimizer
     batches: tuple[Any, ...]
-    loss: Loss
+    loss: BatchLoss
     clip: float | None
 
 
@@ -48,9 +54,9 @@ def assert_training_matches(
     make_optimizer: MakeOptimizer,
     batches: Sequence[Any],
     *,
-    loss: Loss,
+    loss: BatchLoss,
     world_sizes: Sequence[int] = (2, 4),
-    layouts: Layout | Sequence[Layout] = "ours",
+    layouts: LayoutChoice | Sequence[LayoutChoice] = "ours",
     clip: float | None = None,
     atol: float = 1e-4,
     rtol: float = 1e-3,
@@ -85,7 +91,7 @@ def assert_training_matches(
         if layout not in TRAINABLE:
             raise ValueError(
                 f"layouts: expected some of {TRAINABLE}, in which models train, or 'any', got "
-                f"{describe(layout)}"
+                f"{layout_text(layout)}"
             )
     loop = Loop(make_model, make_optimizer, tuple(batches), loss, clip)
     for world_size in world_sizes:
@@ -95,7 +101,7 @@ def assert_training_matches(
     _check_that_it_moves(unsharded, tolerance)
     for world_size in world_sizes:
         for layout in kinds:
-            where = f"{unsharded.optimizer} on {world_size} ranks in layout {describe(layout)}"
+            where = f"{unsharded.optimizer} on {world_size} ranks in layout {layout_text(layout)}"
             try:
                 results = run_ranks(train, world_size, loop, layout, timeout=timeout)
             except RankError as error:
@@ -107,7 +113,7 @@ def assert_training_matches(
                 raise DifferenceError(f"{where} does not train as one process does\n{found}")
 
 
-def train(loop: Loop, layout: Layout | None) -> tuple[list[float], Record]:
+def train(loop: Loop, layout: LayoutChoice | None) -> tuple[list[float], Record]:
     """Train on all ranks, or in this process where `layout` is None.
 
     Returns:

@@ -30,7 +30,7 @@ from vfsdp_optim.testing.programs import (
 from vfsdp_optim.testing.records import PARAM, Record, observe, piece_of
 from vfsdp_optim.testing.shardings import (
     GradientSetter,
-    Layout,
+    LayoutChoice,
     MakeOptimizer,
     cut_like,
     shard_model,
@@ -122,7 +122,7 @@ class Trial:
     def __init__(
         self,
         subject: Subject,
-        layout: Layout | None,
+        layout: LayoutChoice | None,
         *,
         saved: Saved | None = None,
         path: Sequence[Instruction] = (),

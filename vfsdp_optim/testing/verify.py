@@ -43,8 +43,8 @@ from vfsdp_optim.testing.shardings import MakeOptimizer, shard_model
 from vfsdp_optim.testing.trial import Subject, Trial
 from vfsdp_optim.testing.wire import wire_bytes
 
-Loss = Callable[[nn.Module], Tensor]
-MakeModelAndLoss = Callable[[], tuple[nn.Module, Loss]]
+ModelLoss = Callable[[nn.Module], Tensor]
+MakeModelAndLoss = Callable[[], tuple[nn.Module, ModelLoss]]
 
 
 class Residual(nn.Module):
@@ -62,7 +62,7 @@ class Residual(nn.Module):
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 
 
-def default_model() -> tuple[nn.Module, Loss]:
+def default_model() -> tuple[nn.Module, ModelLoss]:
     """Return a model of blocks with odd sizes, and its loss on random numbers."""
     width = 488 if torch.cuda.is_available() else 72
     blocks = (Residual(width) for _ in range(4))
@@ -117,7 +117,7 @@ def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 
 # name -> (ours, torch's beside it on FSDP2). FSDP2 cuts inside blocks of 8-bit states.
-OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
+VERIFIED_OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
     "adamw": (_adamw, _torch_adamw),
     "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
     "adamw_8bit": (partial(_adamw, states="8bit"), None),
@@ -125,7 +125,7 @@ OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
 }
 
 
-LAYOUTS = ["ours", "fsdp2"]
+VERIFIED_LAYOUTS = ["ours", "fsdp2"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def examine(
     )
 
 
-def _model_and_loss(make_model: MakeModelAndLoss) -> tuple[nn.Module, Loss]:
+def _model_and_loss(make_model: MakeModelAndLoss) -> tuple[nn.Module, ModelLoss]:
     made = make_model()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made
@@ -370,7 +370,7 @@ def notes(rows: Sequence[Sequence[Row]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def load(path: str, *others: str) -> Any:
+def named_factory(path: str, *others: str) -> Any:
     """Return what `module:name` names; the working directory is searched too.
 
     Args:
@@ -410,9 +410,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         nargs="+",
         default=["adamw", "muon"],
         metavar="NAME",
-        help=f"{', '.join(OPTIMIZERS)}, or MODULE:FUNCTION (default: adamw muon)",
+        help=f"{', '.join(VERIFIED_OPTIMIZERS)}, or MODULE:FUNCTION (default: adamw muon)",
     )
-    parser.add_argument("--layout", choices=LAYOUTS, nargs="+", default=LAYOUTS)
+    parser.add_argument("--layout", choices=VERIFIED_LAYOUTS, nargs="+", default=VERIFIED_LAYOUTS)
     parser.add_argument("--steps", type=_positive, default=3, help="steps that are compared")
     parser.add_argument("--rounds", type=_positive, default=10, help="steps that are timed")
     parser.add_argument("--backend", help="gloo: on CPUs (default: nccl where there are GPUs)")
@@ -432,10 +432,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         dist.init_process_group(arguments.backend or "nccl", device_id=device)
     else:
         dist.init_process_group(arguments.backend or "gloo")
-    make_model = load(arguments.model) if arguments.model else default_model
+    make_model = named_factory(arguments.model) if arguments.model else default_model
     mine: list[Row] = []
     for name in arguments.optimizer:
-        ours, theirs = OPTIMIZERS.get(name) or (load(name, *OPTIMIZERS),) * 2
+        ours, theirs = (
+            VERIFIED_OPTIMIZERS.get(name) or (named_factory(name, *VERIFIED_OPTIMIZERS),) * 2
+        )
         pairs = [("ours", ours)]
         if theirs is not None:
             pairs += [("fsdp2", make) for make in dict.fromkeys((ours, theirs))]
@@ -450,7 +452,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     device=device,
                     steps=arguments.steps,
                     rounds=arguments.rounds,
-                    ours=name in OPTIMIZERS and make is ours,
+                    ours=name in VERIFIED_OPTIMIZERS and make is ours,
                     for_comparison=make is not ours,
                 )
             )

@@ -43,7 +43,7 @@ class Grid:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitSpec:
+class HeldUnit:
     """One unit (a matrix or a panel) and where its elements are stored.
 
     Attributes:

@@ -16,8 +16,8 @@ def check_agreement(
 ) -> None:
     """Compare what owners and waves follow from, once per set of ranks and after every change.
 
-    A layout that was made again because memory moved, on this rank alone perhaps, has the same text
-    and does not communicate.
+    A working set that was made again because memory moved, on this rank alone perhaps, has the same
+    text and does not communicate.
 
     Args:
         members: of the optimizer.
