@@ -141,7 +141,7 @@ def test_plans_that_differ_and_missing_support_are_failures():
 )
 def test_what_cannot_be_loaded_is_named(path, words):
     with pytest.raises(SystemExit, match=words):
-        verify.load(path, "adamw")
+        verify.named_factory(path, "adamw")
 
 
 def test_verify_without_torchrun_says_how_to_start_it(capsys):
