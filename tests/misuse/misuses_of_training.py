@@ -2,7 +2,7 @@
 
 import torch
 import torch.distributed as dist
-from rows import Misuse, Scene
+from rows import Scene, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
@@ -101,259 +101,98 @@ def muon_group(s: Scene, **options: object) -> vfsdp_optim.Muon:
     return vfsdp_optim.Muon([{"params": [("head.weight", s.head)], **options}])
 
 
-MISUSES_OF_TRAINING = [
-    # -- sharded tensors
-    Misuse(
-        "matmul",
-        lambda s: s.head @ torch.ones(12, 2),
-        NotImplementedError,
-        ("aten.mm", "full_tensor()"),
-    ),
-    Misuse(
-        "cat",
-        lambda s: torch.cat([s.head, s.head]),
-        NotImplementedError,
-        ("aten.cat", "full_tensor()"),
-    ),
-    Misuse(
-        "transpose",
-        lambda s: s.head.T,
-        NotImplementedError,
-        ("aten.permute", "full_tensor()"),
-    ),
-    Misuse(
-        "two_layouts",
-        lambda s: s.head + s.model.embedding.weight,
-        NotImplementedError,
-        ("aten.add", "cut alike", "redistribute"),
-    ),
-    Misuse(
-        "assigned_data",
-        lambda s: setattr(s.head, "data", torch.zeros(31, 12)),
-        RuntimeError,
-        (".data", "copy_(value)"),
-    ),
-    Misuse(
-        "cut_by_columns",
-        lambda s: s.head.redistribute(placements=[Shard(1)]),
-        NotImplementedError,
-        ("Shard(dim=1)", "full_tensor()"),
-    ),
-    Misuse(
-        "copy_of_another_shape",
-        lambda s: s.head.detach().copy_(torch.zeros(3, 12)),
-        NotImplementedError,
-        ("(3, 12)", "full shape"),
-    ),
-    Misuse(
-        "piece_of_another_size",
-        lambda s: RaggedDTensor.from_local(
-            torch.zeros(3), s.head.device_mesh, s.head.placement, s.head.shape
+MISUSES_OF_TRAINING: dict[type[Exception], list[tuple]] = {
+    NotImplementedError: [
+        ("aten.mm|full_tensor()", lambda s: s.head @ torch.ones(12, 2)),
+        ("aten.cat|full_tensor()", lambda s: torch.cat([s.head, s.head])),
+        ("aten.permute|full_tensor()", lambda s: s.head.T),
+        ("aten.add|cut alike|redistribute", lambda s: s.head + s.model.embedding.weight),
+        ("Shard(dim=1)|full_tensor()", lambda s: s.head.redistribute(placements=[Shard(1)])),
+        ("(3, 12)|full shape", lambda s: s.head.detach().copy_(torch.zeros(3, 12))),
+        ("fused=True|leave it out", lambda s: vfsdp_optim.AdamW([s.head], fused=True)),
+        (
+            'layer.weight|Shard(dim=1)|vfsdp_optim.fully_shard|algorithm="adamw"',
+            lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(Shard(1)))]),
         ),
-        ValueError,
-        ("(3,)", "the piece of rank"),
-    ),
-    # -- optimizers
-    Misuse(
-        "muon_of_vectors",
-        lambda s: vfsdp_optim.Muon(s.model.named_parameters()),
-        ValueError,
-        ("norm.weight", "(12,)", "param_groups(model)", 'algorithm="adamw"'),
-    ),
-    Misuse(
-        "muon_of_stacked_matrices",
-        lambda s: vfsdp_optim.Muon([("experts", nn.Parameter(torch.zeros(2, 3, 4)))]),
-        ValueError,
-        ("experts", "(2, 3, 4)", "`matrices`"),
-    ),
-    Misuse(
-        "algorithm_that_does_not_exist",
-        lambda s: muon_group(s, algorithm="sgd"),
-        ValueError,
-        ("'sgd'", "'adamw', 'muon'"),
-    ),
-    Misuse(
-        "option_of_another_algorithm",
-        lambda s: muon_group(s, amsgrad=True),
-        ValueError,
-        ("'amsgrad'", "it has"),
-    ),
-    Misuse(
-        "momentum_for_adamw",
-        lambda s: vfsdp_optim.Muon(
-            vfsdp_optim.param_groups(s.model, adamw={"lr": 1e-3, "momentum": 0.9})
+        (
+            "layer.weight|Partial|Replicate()",
+            lambda s: vfsdp_optim.AdamW([("layer.weight", foreign_parameter(Partial()))]),
         ),
-        ValueError,
-        ("'adamw'", "'momentum'", "it has"),
-    ),
-    Misuse(
-        "negative_learning_rate",
-        lambda s: muon_group(s, lr=-0.1),
-        ValueError,
-        ("param group 0", "lr", ">= 0", "-0.1"),
-    ),
-    Misuse(
-        "learning_rate_as_text",
-        lambda s: muon_group(s, lr="0.1"),
-        ValueError,
-        ("param group 0", "lr", "'0.1'"),
-    ),
-    Misuse(
-        "parameter_in_two_groups",
-        lambda s: vfsdp_optim.AdamW([{"params": [s.head]}, {"params": [s.head]}]),
-        ValueError,
-        ("more than one parameter group",),
-    ),
-    Misuse(
-        "fused_adamw",
-        lambda s: vfsdp_optim.AdamW([s.head], fused=True),
-        NotImplementedError,
-        ("fused=True", "leave it out"),
-    ),
-    Misuse(
-        "columns_for_muon",
-        lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(Shard(1)))]),
-        NotImplementedError,
-        ("layer.weight", "Shard(dim=1)", "vfsdp_optim.fully_shard", 'algorithm="adamw"'),
-    ),
-    Misuse(
-        "partial_sums_as_parameter",
-        lambda s: vfsdp_optim.AdamW([("layer.weight", foreign_parameter(Partial()))]),
-        NotImplementedError,
-        ("layer.weight", "Partial", "Replicate()"),
-    ),
-    Misuse(
-        "process_group_for_shards",
-        lambda s: s.other.step(),
-        RuntimeError,
-        ("process_group", "leave it out"),
-        before=replicas_of_shards,
-    ),
-    Misuse(
-        "pattern_that_matches_nothing",
-        lambda s: vfsdp_optim.param_groups(s.model, matrices={"layers.*": None}),
-        ValueError,
-        ("'layers.*'", "head.weight"),
-    ),
-    Misuse(
-        "patterns_that_contradict",
-        lambda s: vfsdp_optim.param_groups(
-            s.model, matrices={"head.*": None, "*d.weight": "m n -> m n"}
+        (".weight|torch.autograd.grad", keep_graph_of_gradients),
+    ],
+    RuntimeError: [
+        (".data|copy_(value)", lambda s: setattr(s.head, "data", torch.zeros(31, 12))),
+        ("process_group|leave it out", step, replicas_of_shards),
+        ("embedding.weight|after fully_shard|optimizer=", step, shard_late),
+        ("AdamW|embedding.weight|after fully_shard", step, shard_late_of_torch),
+        ("ranks 0 and 1|ns_steps|the same arguments", step, options_of_one_rank, "", True),
+        ("ranks 0 and 1|on_nonfinite=skip|the same arguments", step, rule_of_one_rank, "", True),
+        ("mixed torch.Tensor and DTensor", clip_with_foreign_tensors, set_gradients_of_zeros),
+        ("head.weight|(3, 12)|nothing was written", load_wrong_shape),
+    ],
+    ValueError: [
+        (
+            "(3,)|the piece of rank",
+            lambda s: RaggedDTensor.from_local(
+                torch.zeros(3), s.head.device_mesh, s.head.placement, s.head.shape
+            ),
         ),
-        ValueError,
-        ("head.weight", "'head.*'", "exclude each other"),
-    ),
-    Misuse(
-        "pattern_that_does_not_fit",
-        lambda s: vfsdp_optim.param_groups(s.model, matrices={"head.weight": "e m n -> e m n"}),
-        ValueError,
-        ("head.weight", "(31, 12)"),
-    ),
-    Misuse(
-        "parameter_without_a_rule",
-        lambda s: vfsdp_optim.param_groups(nn.LSTM(4, 4)),
-        ValueError,
-        ("weight_ih_l0", "LSTM", "matrices={'weight_ih_l0': None} for AdamW"),
-    ),
-    Misuse(
-        "groups_of_parameters",
-        lambda s: vfsdp_optim.param_groups(s.model.parameters()),
-        TypeError,
-        ("generator", "the model itself"),
-    ),
-    Misuse(
-        "groups_with_a_number",
-        lambda s: vfsdp_optim.param_groups(s.model, adamw=3e-4),
-        TypeError,
-        ("adamw", "0.0003", "{'lr': 3e-4}"),
-    ),
-    Misuse(
-        "sharded_after_the_optimizer_was_built",
-        lambda s: s.other.step(),
-        RuntimeError,
-        ("embedding.weight", "after fully_shard", "optimizer="),
-        before=shard_late,
-    ),
-    Misuse(
-        "sharded_after_torch_s_optimizer_was_built",
-        lambda s: s.other.step(),
-        RuntimeError,
-        ("AdamW", "embedding.weight", "after fully_shard"),
-        before=shard_late_of_torch,
-    ),
-    Misuse(
-        "optimizer_that_differs_on_one_rank",
-        lambda s: s.other.step(),
-        RuntimeError,
-        ("ranks 0 and 1", "ns_steps", "the same arguments"),
-        before=options_of_one_rank,
-        alone=True,
-    ),
-    Misuse(
-        "nonfinite_rule_that_differs_on_one_rank",  # the rank with a rule would wait for the others
-        lambda s: s.other.step(),
-        RuntimeError,
-        ("ranks 0 and 1", "on_nonfinite=skip", "the same arguments"),
-        before=rule_of_one_rank,
-        alone=True,
-    ),
-    # -- gradients
-    Misuse(
-        "step_with_a_gradient_cut_otherwise",
-        lambda s: s.other.step(),
-        TypeError,
-        ("head.weight", "RaggedShard", "zeros_like(p)"),
-        before=gradient_cut_otherwise,
-    ),
-    Misuse(
-        "backward_onto_a_plain_gradient",
-        lambda s: loss_of(s.model, 1).backward(),
-        TypeError,
-        ("head.weight", "(31, 12)", "zeros_like(p)"),
-        before=plain_gradient,
-    ),
-    Misuse(
-        "gradients_of_gradients",
-        keep_graph_of_gradients,
-        NotImplementedError,
-        (".weight", "torch.autograd.grad"),
-    ),
-    Misuse(
-        "clipping_with_foreign_and_plain_tensors",
-        clip_with_foreign_tensors,
-        RuntimeError,
-        ("mixed torch.Tensor and DTensor",),
-        before=set_gradients_of_zeros,
-    ),
-    # -- checkpoints
-    Misuse(
-        "weights_of_another_shape",
-        load_wrong_shape,
-        RuntimeError,
-        ("head.weight", "(3, 12)", "nothing was written"),
-    ),
-    Misuse(
-        "incomplete_weights",
-        load_incomplete,
-        ValueError,
-        ("head.weight",),
-    ),
-    Misuse(
-        "weights_in_a_dict_of_parts_without_an_optimizer",
-        lambda s: load_full_state_dict(s.model, state={"model": {}}),
-        ValueError,
-        ("unexpected ['model']", "state is the model's alone"),
-    ),
-    Misuse(
-        "optimizer_state_of_another_shape",
-        load_optimizer_state_of_wrong_shape,
-        ValueError,
-        (".weight.momentum_buffer", "(3, 3)", "another parameter"),
-    ),
-    Misuse(
-        "optimizer_state_of_another_algorithm",
-        load_state_of_adamw,
-        ValueError,
-        ("param group 0", "algorithm='adamw'", "the saved value"),
-    ),
-]
+        (
+            'norm.weight|(12,)|param_groups(model)|algorithm="adamw"',
+            lambda s: vfsdp_optim.Muon(s.model.named_parameters()),
+        ),
+        (
+            "experts|(2, 3, 4)|`matrices`",
+            lambda s: vfsdp_optim.Muon([("experts", nn.Parameter(torch.zeros(2, 3, 4)))]),
+        ),
+        ("'sgd'|'adamw', 'muon'", lambda s: muon_group(s, algorithm="sgd")),
+        ("'amsgrad'|it has", lambda s: muon_group(s, amsgrad=True)),
+        (
+            "'adamw'|'momentum'|it has",
+            lambda s: vfsdp_optim.Muon(
+                vfsdp_optim.param_groups(s.model, adamw={"lr": 0.001, "momentum": 0.9})
+            ),
+        ),
+        ("param group 0|lr|>= 0|-0.1", lambda s: muon_group(s, lr=-0.1)),
+        ("param group 0|lr|'0.1'", lambda s: muon_group(s, lr="0.1")),
+        (
+            "more than one parameter group",
+            lambda s: vfsdp_optim.AdamW([{"params": [s.head]}, {"params": [s.head]}]),
+        ),
+        (
+            "'layers.*'|head.weight",
+            lambda s: vfsdp_optim.param_groups(s.model, matrices={"layers.*": None}),
+        ),
+        (
+            "head.weight|'head.*'|exclude each other",
+            lambda s: vfsdp_optim.param_groups(
+                s.model, matrices={"head.*": None, "*d.weight": "m n -> m n"}
+            ),
+        ),
+        (
+            "head.weight|(31, 12)",
+            lambda s: vfsdp_optim.param_groups(s.model, matrices={"head.weight": "e m n -> e m n"}),
+        ),
+        (
+            "weight_ih_l0|LSTM|matrices={'weight_ih_l0': None} for AdamW",
+            lambda s: vfsdp_optim.param_groups(nn.LSTM(4, 4)),
+        ),
+        ("head.weight", load_incomplete),
+        (
+            "unexpected ['model']|state is the model's alone",
+            lambda s: load_full_state_dict(s.model, state={"model": {}}),
+        ),
+        (".weight.momentum_buffer|(3, 3)|another parameter", load_optimizer_state_of_wrong_shape),
+        ("param group 0|algorithm='adamw'|the saved value", load_state_of_adamw),
+    ],
+    TypeError: [
+        ("generator|the model itself", lambda s: vfsdp_optim.param_groups(s.model.parameters())),
+        ("adamw|0.0003|{'lr': 3e-4}", lambda s: vfsdp_optim.param_groups(s.model, adamw=0.0003)),
+        ("head.weight|RaggedShard|zeros_like(p)", step, gradient_cut_otherwise),
+        (
+            "head.weight|(31, 12)|zeros_like(p)",
+            lambda s: loss_of(s.model, 1).backward(),
+            plain_gradient,
+        ),
+    ],
+}

@@ -1,11 +1,11 @@
-"""A misuse of the library as a row of a table, and the fresh models that it is tried on."""
+"""The fresh models that a misuse is tried on, and what most rows of the tables call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from sharding import RaggedDTensor
+from sharding import RaggedDTensor, fully_shard
 from small_models import build, loss_of, make_optimizer, shard
 
 
@@ -38,16 +38,38 @@ class Misuse:
     """One row: what is wrong, and the error that says so.
 
     Attributes:
-        words: What the message must hold: the parameter or value, and words of the cure.
+        words: What the message must hold, apart by "|": the parameter or value, the cure; all rows
+            of a table say something else.
         before: What is allowed and comes first.
         spoils: The model, "model" or "plain", that is of no further use after `before`.
         alone: It needs ranks of its own, because they differ.
     """
 
-    name: str
+    words: str
     misuse: Callable[[Scene], object]
-    error: type[Exception]
-    words: tuple[str, ...]
     before: Callable[[Scene], object] = nothing
     spoils: str = ""
     alone: bool = False
+
+
+def sharding(**options: object) -> Callable[[Scene], object]:
+    """Return a call of `fully_shard` with these options."""
+    return lambda s: fully_shard(s.plain, **options)
+
+
+shard_plain = sharding()
+
+
+def run_model(s: Scene) -> None:
+    """Call the sharded model."""
+    loss_of(s.model, 1)
+
+
+def run_plain(s: Scene) -> None:
+    """Call the other model, which the row has sharded."""
+    loss_of(s.plain, 1)
+
+
+def step(s: Scene) -> None:
+    """Take a step of the row's optimizer."""
+    s.other.step()

@@ -19,38 +19,6 @@ def weight(rows: int = 8) -> nn.Parameter:
     return nn.Parameter(torch.ones(rows, 4))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"betas": 0.9}, r"param group 0: betas: expected two numbers in \[0, 1\), got 0\.9"),
-        ({"betas": None}, r"betas: expected two numbers .* got None"),
-        ({"betas": ("0.9", "0.99")}, r"betas: expected two numbers .* got \('0\.9', '0\.99'\)"),
-        (
-            {"states": Precision(keep_32bit=5)},
-            r"keep_32bit: expected names like \['head\.weight'\], got 5",
-        ),
-        ({"states": Precision(keep_32bit=None)}, r"keep_32bit: expected names .* got None"),
-    ],
-)
-def test_adamw_names_the_argument(options: dict[str, Any], words: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=words):
-        AdamW([weight()], **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"ns_steps": 2.5}, r"param group 0: ns_steps: expected a whole number .* got 2\.5"),
-        ({"ns_steps": "5"}, r"ns_steps: expected a whole number from 0 to 99, got '5'"),
-        ({"ns_coefficients": 3}, r"ns_coefficients: expected \(a, b, c\), .* got 3"),
-        ({"ns_coefficients": None}, r"ns_coefficients: expected \(a, b, c\), .* got None"),
-    ],
-)
-def test_muon_names_the_argument(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        Muon([weight()], **options)
-
-
 def heads(**numbers: Any) -> QKHeads:
     return QKHeads("w", **{"heads": 2, "head_dim": 2, **numbers})
 
@@ -59,7 +27,35 @@ def clip(max_logits: Any, **options: Any) -> None:
     Muon([("w", weight())]).qk_clip(max_logits, **options)
 
 
+BETAS = r"param group 0: betas: expected two numbers in \[0, 1\), got "
 WRONG: dict[str, tuple[Callable[[], object], str]] = {
+    "betas of one": (lambda: AdamW([weight()], betas=0.9), BETAS + r"0\.9"),
+    "betas of None": (lambda: AdamW([weight()], betas=None), BETAS + "None"),
+    "betas of text": (lambda: AdamW([weight()], betas=("0.9", "0.99")), BETAS + r"\('0\.9', '0"),
+    "names of a number": (
+        lambda: AdamW([weight()], states=Precision(keep_32bit=5)),
+        r"keep_32bit: expected names like \['head\.weight'\], got 5",
+    ),
+    "names of None": (
+        lambda: AdamW([weight()], states=Precision(keep_32bit=None)),
+        "keep_32bit: expected names .* got None",
+    ),
+    "half a step": (
+        lambda: Muon([weight()], ns_steps=2.5),
+        r"param group 0: ns_steps: expected a whole number .* got 2\.5",
+    ),
+    "steps of text": (
+        lambda: Muon([weight()], ns_steps="5"),
+        "ns_steps: expected a whole number from 0 to 99, got '5'",
+    ),
+    "one coefficient": (
+        lambda: Muon([weight()], ns_coefficients=3),
+        r"ns_coefficients: expected \(a, b, c\), .* got 3",
+    ),
+    "coefficients of None": (
+        lambda: Muon([weight()], ns_coefficients=None),
+        r"ns_coefficients: expected \(a, b, c\), .* got None",
+    ),
     "module": (
         lambda: Muon(nn.Linear(2, 2)),
         r"params: expected parameters or groups, got a Linear; pass model\.named_parameters\(\)",
