@@ -1,6 +1,8 @@
 """Ranks that do not do the same are told so, on every rank, before or one step after."""
 
+import os
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +10,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ranks import run_ranks
+import training
+from ranks import RankError, run_ranks
 from sharding import fully_shard, load_full_state_dict
 from sharding.fsdp.module_state import state_of
 from sharding.fsdp.proofs import NUMEL, _left_zero, columns
 from small_models import Parallel, build, loss_of, make_optimizer, shard
+from vfsdp_optim import Muon, QKHeads, param_groups
 
 
 def on_one_rank() -> bool:
@@ -173,3 +177,125 @@ def test_proof_does_not_depend_on_how_sums_are_rounded(dtype: torch.dtype) -> No
     for other in ((250, 77), (251, 78), (0, 77), (251, 255)):
         for mine in (alike[0], other):
             assert torch.dot(averaged([*alike, other]), _left_zero([mine], dtype, cpu)) > 0
+
+
+# -- planted faults: each is reported on every rank that lives, and none hangs ---------------------
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """Over all ranks; 4 are two replicas of two."""
+    mesh = training.mesh_of((2, 2)) if dist.get_world_size() == 4 else None
+    for part in (*model.children(), model):
+        fully_shard(part, mesh=mesh)
+    return model
+
+
+def plan_differs(here: bool) -> None:
+    sharded(nn.Sequential(nn.Linear(20, 20 + 4 * here)))(torch.ones(2, 20))
+
+
+def order_differs(here: bool) -> None:
+    torch.manual_seed(0)
+    sharded(Parallel(backwards=here))(torch.ones(2, 20)).sum().backward()
+
+
+def a_bit_differs(here: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(20, 20))
+    with torch.no_grad():
+        model[0].bias[3] += 1e-6 * here
+    sharded(model)(torch.ones(2, 20))
+
+
+def seed_differs(here: bool) -> None:
+    torch.manual_seed(int(here))
+    sharded(nn.Sequential(nn.Linear(20, 20)))(torch.ones(2, 20))
+
+
+def heads_differ(here: bool) -> None:
+    optimizer = Muon(param_groups(sharded(nn.Sequential(nn.Linear(20, 20)))))
+    optimizer.qk_clip({QKHeads("0.weight", heads=2, head_dim=2 + here): torch.zeros(2)})
+
+
+def with_fault(fault: Callable[[bool], None], ranks: tuple[int, ...], debug: bool) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", "1" if debug else "0")
+        fault(dist.get_rank() in ranks)
+
+
+PLAN = ("weight shape=(20, 20)", "weight shape=(24, 20)", "the sharding plan differs between ranks")
+SWAP = ("in different orders", "VFSDP_DEBUG=1")
+
+
+@pytest.mark.parametrize(
+    ("fault", "world_size", "ranks", "debug", "words"),
+    [
+        (plan_differs, 3, (1,), False, (*PLAN, "ranks 0 and 1: ")),
+        # Also where it is the same within every replica, or within every group of replicas.
+        (plan_differs, 4, (2, 3), False, (*PLAN, "ranks 0 and 2: ")),
+        (plan_differs, 4, (3,), False, (*PLAN, "ranks 0 and 3: ")),
+        (plan_differs, 4, (0, 2), False, (*PLAN, "ranks 0 and 1: ")),
+        (plan_differs, 4, (1,), False, (*PLAN, "ranks 0 and 1: ")),
+        # Two ranks that gather equal layers in other orders swap them.
+        (order_differs, 2, (1,), False, SWAP),
+        (order_differs, 4, (2, 3), False, SWAP),
+        (order_differs, 4, (3,), False, SWAP),
+        (order_differs, 3, (1,), True, ("order of collectives", "'a'", "'b'")),
+        (heads_differ, 3, (1,), True, ("order of collectives", "head_dim=2", "head_dim=3")),
+        (a_bit_differs, 3, (1,), True, ("bias", "ranks 0 and 1")),
+        # torch's FSDP2 keeps such replicas apart for ever.
+        (seed_differs, 4, (2, 3), False, ("weight was another one on rank 2 than on rank 0",)),
+        (
+            seed_differs,
+            4,
+            (2, 3),
+            True,
+            ("differs between ranks 0 and 2: 'initial values of",),
+        ),
+    ],
+)
+def test_fault_is_reported_on_every_rank(
+    fault: Callable[[bool], None],
+    world_size: int,
+    ranks: tuple[int, ...],
+    debug: bool,
+    words: tuple[str, ...],
+) -> None:
+    """Megatron-LM#2218: collectives in the order of a set, another on each rank, hung at times."""
+    with pytest.raises(RankError) as error:
+        run_ranks(with_fault, world_size, fault, ranks, debug, timeout=30)
+    assert len(error.value.reports) == world_size
+    for report in error.value.reports.values():
+        assert report.startswith("raised RuntimeError")
+        assert all(word in report for word in words), report
+
+
+def train_in_debug_mode(run: training.Run, debug: str) -> list[float]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", debug)
+        return training.train(run)
+
+
+def test_debug_mode_is_silent_where_all_ranks_agree() -> None:
+    run = training.Run(steps=2, optimizer="muon")
+    late = replace(run, mesh=(2, 2), micro_batches=2, all_reduce_every_micro_batch=False)
+    for each, ranks in ((run, 2), (late, 4)):
+        on, off = (run_ranks(train_in_debug_mode, ranks, each, debug) for debug in "10")
+        assert on == off
+
+
+def one_rank_dies() -> None:
+    torch.manual_seed(0)
+    model = fully_shard(nn.Linear(20, 20))
+    for step in range(3):
+        if step == 2 and dist.get_rank() == 1:
+            os._exit(3)
+        model(torch.ones(2, 20)).sum().backward()
+
+
+def test_peers_of_a_dead_rank_say_which_collective_failed() -> None:
+    with pytest.raises(RankError) as error:
+        run_ranks(one_rank_dies, 3, timeout=30)
+    assert "died with exit code 3" in error.value.reports[1]
+    peers = [error.value.reports[rank] for rank in (0, 2)]
+    assert any("of bucket '' did not complete" in report for report in peers), peers

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -14,95 +13,31 @@ from torch.distributed.tensor import Replicate
 
 import sharding.transport.collectives as collectives_of_sharding
 import training
-from ranks import RankError, collectives, run_ranks
+from ranks import collectives, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
 from sharding.transport.collectives import PendingMean, Transport
-from small_models import Parallel
 from training import Run, mesh_of
 
-TOLERANCE = 1e-5  # as in test_training_equals_one_process.py
-RUN = Run(optimizer="torch_adamw", mesh=(2, 2), steps=8)
-
-
-@cache
-def one_process(run: Run) -> list[float]:
-    return training.train(run)
-
-
-def train(run: Run) -> tuple[list[float], list[Tensor]]:
-    """The losses, and this rank's elements of all parameters."""
-    losses, model = training.train_model(run)
-    return losses, [p.to_local().detach() for p in model.parameters()]
-
-
-def assert_trains_alike(run: Run, tolerance: float = TOLERANCE) -> None:
-    """Losses are those of one process, and replicas end with the same bits."""
-    replicas, shards = run.mesh
-    plain = Run(optimizer=run.optimizer, steps=run.steps, micro_batches=run.micro_batches)
-    expected = one_process(replace(plain, clip=run.clip))
-    results = run_ranks(train, replicas * shards, run)
-    for rank, (losses, pieces) in enumerate(results):
-        difference = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        assert difference < tolerance, (losses, expected)
-        for piece, twin in zip(pieces, results[rank % shards][1], strict=True):
-            assert torch.equal(piece, twin)
-    assert expected[-1] < expected[0] - 0.02, "the model did not train at all"
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{}, {"optimizer_first": True}, {"micro_batches": 2, "all_reduce_every_micro_batch": False}],
-    ids=["built_after", "built_before", "accumulates"],
-)
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_losses_of_our_optimizers_equal_one_process(
-    optimizer: str, change: dict[str, object]
-) -> None:
-    assert_trains_alike(replace(RUN, optimizer=optimizer, **change))
-
-
-@pytest.mark.parametrize("mesh", [(2, 2), (2, 1), (1, 2), (1, 1)])
-def test_losses_equal_one_process(mesh: tuple[int, int]) -> None:
-    assert_trains_alike(replace(RUN, mesh=mesh))
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"checkpoint": "outside"},
-        {"micro_batches": 4},
-        {"micro_batches": 4, "sync_every_micro_batch": False},
-        {"micro_batches": 4, "all_reduce_every_micro_batch": False},
-        {"reshard_after_forward": True},
-        {"reshard_after_forward": False},
-        {"clip": 0.2},
-    ],
-    ids=lambda change: "-".join(f"{k}={v}" for k, v in change.items()),
-)
-def test_losses_equal_one_process_in_every_mode(change: dict[str, object]) -> None:
-    assert_trains_alike(replace(RUN, **change))
-
-
-def test_bf16_compute_with_fp32_reduction_stays_close() -> None:
-    """bf16 rounds activations to 8 bits of mantissa: losses near 4.1 agree within about 1 %."""
-    assert_trains_alike(replace(RUN, compute_dtype="bfloat16"), tolerance=0.04)
+RUN = Run(optimizer="torch_adamw", mesh=(2, 2), steps=4)
 
 
 def train_natively(run: Run) -> tuple[list[float], list[Tensor], list[Tensor]]:
     """By the backend's own collectives, as above 16 ranks; also gradients without all-reduce."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(collectives_of_sharding, "PAIRWISE_MAX_RANKS", 0)
-        return (*train(run), accumulated("ra", fully_shard))
+        losses, model = training.train_model(run)
+        pieces = [p.to_local().detach() for p in model.parameters()]
+        return losses, pieces, accumulated("ra", fully_shard)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_backends_own_collectives_train_alike(dtype: str) -> None:
-    run = replace(RUN, steps=4, compute_dtype=dtype)
-    expected = one_process(Run(optimizer=RUN.optimizer, steps=4))
+    run = replace(RUN, compute_dtype=dtype)
+    expected = training.train(replace(RUN, mesh=()))
     sums = [sum(addend(rank, i) for rank in range(4)) / 4 for i in range(2)]
     results = run_ranks(train_natively, 4, run)
     for rank, (losses, pieces, (first, second)) in enumerate(results):
-        assert losses == pytest.approx(expected, abs=TOLERANCE if dtype == "float32" else 0.04)
+        assert losses == pytest.approx(expected, abs=1e-5 if dtype == "float32" else 0.04)
         for piece, twin in zip(pieces, results[rank % 2][1], strict=True):
             assert torch.equal(piece, twin)
         assert first is None
@@ -309,125 +244,7 @@ def test_a_bucket_is_averaged_over_replicas_while_the_next_one_is_reduced() -> N
         assert steps == [reduce, reduce, average, reduce, average, reduce, average, average]
 
 
-# -- what ranks must agree on ---------------------------------------------------------------------
-
-
-def replica_gathers_in_another_order(ranks: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model = Parallel(backwards=dist.get_rank() in ranks)
-    mesh = mesh_of((2, 2))
-    for part in (model.a, model.b, model):
-        fully_shard(part, mesh=mesh)
-    model(torch.ones(2, 20)).sum().backward()
-
-
-@pytest.mark.parametrize("ranks", [(2, 3), (3,)])
-def test_replicas_that_gather_in_other_orders_raise_before_a_gradient_is_seen(
-    ranks: tuple[int, ...],
-) -> None:
-    with pytest.raises(RankError) as error:
-        run_ranks(replica_gathers_in_another_order, 4, ranks, timeout=30)
-    assert len(error.value.reports) == 4
-    for report in error.value.reports.values():
-        assert "in different orders" in report
-
-
-def plan_differs(ranks: tuple[int, ...]) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(20, 20 + 4 * (dist.get_rank() in ranks))
-    fully_shard(model, mesh=mesh_of((2, 2)))
-    model(torch.ones(2, 20))
-
-
-@pytest.mark.parametrize("ranks", [(2, 3), (3,), (0, 2), (1,)])
-def test_plan_that_differs_anywhere_is_named_on_every_rank(ranks: tuple[int, ...]) -> None:
-    """Also where it is the same within every replica, or within every group of replicas."""
-    other = min(set(range(4)) - set(ranks) if 0 in ranks else ranks)
-    with pytest.raises(RankError) as error:
-        run_ranks(plan_differs, 4, ranks, timeout=30)
-    assert len(error.value.reports) == 4
-    for report in error.value.reports.values():
-        assert f"the sharding plan differs between ranks 0 and {other}: " in report
-        assert "weight shape=(20, 20)" in report
-        assert "weight shape=(24, 20)" in report
-
-
-def unequal_replicas(debug: bool) -> None:
-    """Replicas that were built from other seeds."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VFSDP_DEBUG", "1" if debug else "0")
-        torch.manual_seed(dist.get_rank() // 2)
-        model = nn.Linear(20, 20)
-        fully_shard(model, mesh=mesh_of((2, 2)))
-        model(torch.ones(2, 20))
-
-
-@pytest.mark.parametrize(
-    ("debug", "words"),
-    [
-        (False, "weight was another one on rank 2 than on rank 0 when fully_shard cut it"),
-        (True, "the sharding plan differs between ranks 0 and 2: 'initial values of"),
-    ],
-)
-def test_replicas_that_begin_unequal_are_found(debug: bool, words: str) -> None:
-    """torch's FSDP2 keeps them apart for ever."""
-    with pytest.raises(RankError) as error:
-        run_ranks(unequal_replicas, 4, debug, timeout=30)
-    assert len(error.value.reports) == 4
-    for report in error.value.reports.values():
-        assert words in report
-
-
-def train_in_debug_mode(run: Run) -> list[float]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VFSDP_DEBUG", "1")
-        return training.train(run)
-
-
-def test_debug_mode_is_silent_where_all_ranks_agree() -> None:
-    run = replace(RUN, steps=2, micro_batches=2, all_reduce_every_micro_batch=False)
-    assert run_ranks(train_in_debug_mode, 4, run) == run_ranks(training.train, 4, run)
-
-
 # -- surface --------------------------------------------------------------------------------------
-
-
-def errors_of_meshes() -> list[str]:
-    errors = []
-    for sizes, names in [((1, 2, 1), ("a", "b", "c")), ((1, 2), None)]:
-        model, mesh = Vector(), init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        with pytest.raises(ValueError, match=r"mesh_dim_names|1D or 2D") as error:
-            fully_shard(model, mesh=mesh)
-        assert type(model) is Vector
-        errors.append(str(error.value).replace(repr(mesh), "MESH"))
-    model = fully_shard(Vector())
-    model.set_requires_all_reduce(True)
-    with pytest.raises(ValueError, match="set_requires_all_reduce") as error:
-        model.set_requires_all_reduce(False)
-    errors.append(str(error.value))
-    for padding, kind in (("2 %", TypeError), (True, TypeError), (-1, ValueError)):
-        with pytest.raises(kind) as refusal:
-            fully_shard(Vector(), resident_padding=padding)
-        errors.append(str(refusal.value))
-    return errors
-
-
-def test_errors_say_what_to_do() -> None:
-    for errors in run_ranks(errors_of_meshes, 2):
-        assert errors == [
-            "fully_shard expects a 1D or 2D DeviceMesh but got MESH; pass the one or two "
-            "dimensions for data, mesh['shard'] or mesh['replicate', 'shard']",
-            "Please init the 2D mesh for HSDP with mesh_dim_names specified, got MESH; make it "
-            "with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 replicates, "
-            "dim 1 shards",
-            "set_requires_all_reduce(False): Vector is not sharded over a 2-D mesh, so there are "
-            "no replicas to average over later; use set_requires_gradient_sync(False), or shard "
-            "over mesh['replicate', 'shard']",
-            "resident_padding: expected a fraction of the bucket such as 0.02, got '2 %'",
-            "resident_padding: expected a fraction of the bucket such as 0.02, got True",
-            "resident_padding: expected a fraction of the bucket, 0 or more, got -1; 0.02 allows "
-            "2 %, 0 pads nothing for residency",
-        ]
 
 
 def parts_of_a_bigger_mesh() -> tuple[str, str, float]:

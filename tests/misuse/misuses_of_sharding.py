@@ -220,7 +220,7 @@ MISUSES_OF_SHARDING: dict[type[Exception], list[tuple]] = {
     ArgumentRefused: [
         ("Small|once", lambda s: fully_shard(s.model)),
         (
-            "fully_shard expects mesh_dim_names of the 2D mesh for HSDP but got |(1, 2)|; make "
+            "Please init the 2D mesh for HSDP with mesh_dim_names specified, got |(1, 2)|; make "
             "it with init_device_mesh(..., mesh_dim_names=('replicate', 'shard')): dim 0 "
             "replicates, dim 1 shards",
             lambda s: fully_shard(s.plain, mesh=init_device_mesh("cpu", (1, 2))),
