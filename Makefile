@@ -18,8 +18,8 @@ train: setup ## train a GPT on real text, about 3 minutes on 2 cores
 plan: setup ## print the layout of that training and leave
 	$(python) examples/train_gpt.py --plan $(ARGS)
 
-test: setup ## the whole suite and the doctests
-	$(python) -m pytest -q $(ARGS)
+test: setup ## the whole suite and the doctests, two files at a time
+	$(python) -m pytest -q -n 2 --dist loadfile $(ARGS)
 
 deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)

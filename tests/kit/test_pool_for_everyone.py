@@ -157,8 +157,6 @@ SUITE = """
 
 @pytest.mark.parametrize("xdist", [False, True], ids=["alone", "xdist"])
 def test_plugin_serves_ranks_to_a_suite_elsewhere(tmp_path, xdist):
-    if xdist and importlib.util.find_spec("xdist") is None:
-        pytest.skip("pytest-xdist is not installed")
     (tmp_path / "test_suite.py").write_text(textwrap.dedent(SUITE))
     plugin = Path(pool.__file__).parent / "pytest_plugin"
     (tmp_path / "pytest_vfsdp").symlink_to(plugin)
