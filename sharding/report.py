@@ -63,11 +63,11 @@ class Layout:
     buckets: tuple[BucketRow, ...]
 
     def to_json(self) -> str:
-        """The same figures as JSON."""
+        """Return the same figures as JSON."""
         return json.dumps(asdict(self))
 
     def __str__(self) -> str:
-        """A table with one row per bucket and a total."""
+        """Return a table with one row per bucket and a total."""
         headers = ["bucket", "parameters", "elements", "dtype", "S", "padding"]
         headers += ["resident", "owned", "bytes saved"]
         rows = [_cells(row) for row in self.buckets]
@@ -91,7 +91,7 @@ class Layout:
 
 
 def layout(model: nn.Module) -> Layout:
-    """Collects the layout of every bucket below `model`.
+    """Collect the layout of every bucket below `model`.
 
     Raises:
         TypeError: `model` is no module.
@@ -139,7 +139,7 @@ def _row(name: str, bucket: Bucket) -> BucketRow:
 
 
 def _saved_bytes(plan: BucketPlan) -> int:
-    """What the raised granules are worth; see `BucketRow.saved_bytes`."""
+    """Return what the raised granules are worth; see `BucketRow.saved_bytes`."""
     world_size = plan.segments[0].world_size
     unraised = negotiate(plan.name, plan.params, world_size, resident_padding=0)
     return 2 * sum(
@@ -173,7 +173,8 @@ def render_table(
     footer: Sequence[str] | None = None,
     left: int = 1,
 ) -> str:
-    """A table as plain text: the first `left` columns left-aligned, the others right-aligned."""
+    """Return a table as plain text: the first `left` columns left-aligned, the others
+    right-aligned."""
     table = Table(title=title, title_justify="left", show_footer=footer is not None)
     for i, header in enumerate(headers):
         table.add_column(

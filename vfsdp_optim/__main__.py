@@ -104,7 +104,7 @@ class _OneLineParser(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command line; returns the exit code: 0, or 2 for input that cannot be planned."""
+    """Run the command line; return the exit code: 0, or 2 for input that cannot be planned."""
     parser = _parser()
     args = parser.parse_args(arguments)
     try:
@@ -229,7 +229,7 @@ class _ProgressLine:
         return self
 
     def tell(self, what: str) -> None:
-        """Says what comes next."""
+        """Say what comes next."""
         self._bar.update(self._task, description=f"planning {what}")
 
     def __exit__(self, *_: object) -> None:

@@ -62,7 +62,7 @@ def load_full_state_dict(
     state: Mapping[str, Any] | None,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Loads plain full tensors into a sharded model and, if given, its optimizer.
+    """Load plain full tensors into a sharded model and, if given, its optimizer.
 
     Takes what an unsharded run saved, or `get_state_dict` with `full_state_dict=True` returned.
     All keys must fit; a tied parameter may be there under one of its names. Values are cast between
@@ -113,14 +113,14 @@ def load_full_state_dict(
 
 
 def _with_plain_names(state: Any) -> Any:
-    """The state, its model's keys without what wrappers put into them."""
+    """Return the state, its model's keys without what wrappers put into them."""
     if not isinstance(state, Mapping) or not isinstance(model := state.get("model"), Mapping):
         return state
     return {**state, "model": dict(zip(plain_names(list(model)), model.values(), strict=True))}
 
 
 def _outline(value: Any, *, whole: bool = False) -> Any:
-    """The structure of a state; see [Note: sending a full state].
+    """Return the structure of a state; see [Note: sending a full state].
 
     Tensors in hyper-parameters and in the extra state of modules are few and small: kept.
     """
@@ -147,7 +147,7 @@ def _is_extra_state(key: object) -> bool:
 
 
 def _describe(outline: Any, path: str = "state") -> Iterator[str]:
-    """Lines that are the same on ranks that were given states of the same structure."""
+    """Return lines that are the same on ranks that were given states of the same structure."""
     if isinstance(outline, Mapping):
         for key, value in outline.items():
             if _is_extra_state(key):  # may be each rank's own
@@ -179,7 +179,7 @@ def _broadcast(outline: Any, mesh: DeviceMesh) -> Any:
 
 
 def _check_parts(outline: Any, expected: list[str]) -> None:
-    """Checks the top level of a state."""
+    """Check the top level of a state."""
     if not isinstance(outline, Mapping) or sorted(map(str, outline)) != expected:
         got = type(outline).__name__
         if isinstance(outline, Mapping):
@@ -217,7 +217,7 @@ class _Target:
 
 
 def _targets(model: nn.Module) -> dict[str, _Target]:
-    """The live tensors of a model by plain name; its buckets are sharded afterwards."""
+    """Return the live tensors of a model by plain name; its buckets are sharded afterwards."""
     held = model.state_dict(keep_vars=True)
     return {
         name: _Target(key, value)
@@ -226,7 +226,7 @@ def _targets(model: nn.Module) -> dict[str, _Target]:
 
 
 def _mesh_of(targets: Mapping[str, _Target]) -> DeviceMesh | None:
-    """The mesh that parameters are sharded over; None if none is."""
+    """Return the mesh that parameters are sharded over; None if none is."""
     meshes: list[DeviceMesh] = []
     for name, target in targets.items():
         value = target.value
@@ -302,7 +302,7 @@ def _load_optimizer(
     outline: Mapping[str, Any],
     sender: _Sender,
 ) -> None:
-    """Receives this rank's pieces of all states and hands them to the optimizer."""
+    """Receive this rank's pieces of all states and hand them to the optimizer."""
     homes = _match_parameters(model, optimizer, outline)
     check_owned(outline, "state['optimizer']: ")
     groups, states = [], {}
@@ -330,7 +330,7 @@ def _load_optimizer(
 def _match_parameters(
     model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any]
 ) -> list[list[tuple[int, int]]]:
-    """By group of the optimizer, where each parameter is in the saved groups."""
+    """Return, by group of the optimizer, where each parameter is in the saved groups."""
     check_built(outline, "state['optimizer']: ")
     saved, own = outline["param_groups"], optimizer.param_groups
     ids = [group["params"] for group in saved]
@@ -351,7 +351,8 @@ def _match_parameters(
 def _names_in_model(
     model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]
 ) -> list[list[str]]:
-    """The model's names of the optimizer's parameters; of a tied one, the name that was saved."""
+    """Return the model's names of the optimizer's parameters; of a tied one, the name that was
+    saved."""
     names: dict[int, list[str]] = {}
     named = list(model.named_parameters(remove_duplicate=False))
     for name, (_, parameter) in zip(plain_names([n for n, _ in named]), named, strict=True):
@@ -373,7 +374,8 @@ def _names_in_model(
 def _receive_state(
     value: Any, param: Tensor, own: Any, where: tuple[Any, ...], sender: _Sender
 ) -> Any:
-    """A saved state, cut as the optimizer's own is, or else as its parameter; numbers and scalars
+    """Return a saved state, cut as the optimizer's own is, or else as its parameter; numbers and
+    scalars
     as they are."""
     if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
         if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
@@ -402,12 +404,13 @@ def _receive_state(
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this is the rank of the mesh that has the state."""
+    """Return whether this is the rank of the mesh that has the state."""
     return shard_rank(mesh) == 0 and replicate_rank(mesh) == 0
 
 
 def _groups_from_first(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """The groups in which the rank 0 of each sends in turn, so that all ranks of the mesh receive.
+    """Return the groups in which the rank 0 of each sends in turn, so that all ranks of the mesh
+    receive.
 
     The first replica first; a rank of another one takes part only in what that passes on.
     """
@@ -429,7 +432,7 @@ class _Sender:
         self._mesh = mesh if mesh is not None and mesh.size() > 1 else None
 
     def _full(self, path: tuple[Any, ...]) -> Tensor | None:
-        """The tensor at `path` of the state; None on a rank that does not have it."""
+        """Return the tensor at `path` of the state; None on a rank that does not have it."""
         if self._mesh is not None and not _is_first(self._mesh):
             return None
         value = self._source
@@ -438,7 +441,7 @@ class _Sender:
         return cast(Tensor, value).detach()
 
     def broadcast(self, path: tuple[Any, ...], outline: _TensorOutline) -> Tensor:
-        """The full tensor, on every rank."""
+        """Return the full tensor, on every rank."""
         full = self._full(path)
         if self._mesh is None:
             return cast(Tensor, full)
@@ -455,7 +458,7 @@ class _Sender:
     def scatter(
         self, path: tuple[Any, ...], outline: _TensorOutline, like: RaggedDTensor, out: Tensor
     ) -> None:
-        """Fills `out`, (n_local,), with this rank's range of the full tensor.
+        """Fill `out`, (n_local,), with this rank's range of the full tensor.
 
         Args:
             path: Of the tensor in the state.

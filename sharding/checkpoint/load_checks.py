@@ -19,7 +19,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def check_keys(module: nn.Module, state_dict: Mapping[str, Any]) -> None:
-    """Raises what a strict `load_state_dict` would raise, before it writes.
+    """Raise what a strict `load_state_dict` would raise, before it writes.
 
     Raises:
         RuntimeError: Keys are missing or unexpected. As torch's, with all of them.
@@ -67,7 +67,7 @@ class LoadCheck:
         local_metadata: Mapping[str, Any],
         *_: object,
     ) -> None:
-        """Called by torch; brings DTensors in `state_dict` into the layouts of their parameters.
+        """Bring DTensors in `state_dict` into the layouts of their parameters; torch calls it.
 
         Raises:
             RuntimeError: A shape differs, or a value is no tensor or would go to the meta device.
@@ -90,7 +90,7 @@ class LoadCheck:
 
 
 def _complaint(name: str, target: Tensor, value: Any, assign: bool) -> str:
-    """What is wrong with loading `value` into a parameter or buffer."""
+    """Return what is wrong with loading `value` into a parameter or buffer."""
     if not torch.overrides.is_tensor_like(value):
         return f"{name}: expected a tensor, got {type(value).__name__}."
     # Files of torch 0.3 hold scalars with one dim; torch takes them.
@@ -108,7 +108,7 @@ def _complaint(name: str, target: Tensor, value: Any, assign: bool) -> str:
 
 
 def _moved(name: str, value: DTensor, target: RaggedDTensor) -> Tensor:
-    """`value` in the layout of `target`."""
+    """Return `value` in the layout of `target`."""
     if value.requires_grad:
         value = cast(DTensor, value.detach())
     if not isinstance(value, RaggedDTensor):
@@ -123,7 +123,7 @@ def _moved(name: str, value: DTensor, target: RaggedDTensor) -> Tensor:
 
 
 def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and persistent buffers of all modules below that load as torch does."""
+    """Return parameters and persistent buffers of all modules below that load as torch does."""
     for path, part in _modules(module, prefix):
         if not _loads_its_own_way(part):
             for name, value in (*part._parameters.items(), *part._buffers.items()):
@@ -132,7 +132,8 @@ def _tensors(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Every module with its prefix, as `load_state_dict` walks; none below one of its own way."""
+    """Return every module with its prefix, as `load_state_dict` walks; none below one of its own
+    way."""
     yield prefix, module
     if not _loads_its_own_way(module):
         for name, child in module._modules.items():
@@ -141,7 +142,7 @@ def _modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _loads_its_own_way(module: nn.Module) -> bool:
-    """Whether keys and shapes are for the module's own code to judge."""
+    """Return whether keys and shapes are for the module's own code to judge."""
     method = type(module)._load_from_state_dict
     hooks = module._load_state_dict_pre_hooks.values()
     return not method.__module__.startswith("torch.nn.modules.") or any(

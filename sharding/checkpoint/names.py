@@ -12,7 +12,7 @@ _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped
 
 
 def plain_names(names: Sequence[str]) -> list[str]:
-    """Names without what torch.compile, DDP and activation checkpointing put into them.
+    """Return names without what torch.compile, DDP and activation checkpointing put into them.
 
     The names are returned as they are where the shorter ones would not be distinct.
 
@@ -31,7 +31,7 @@ def plain_names(names: Sequence[str]) -> list[str]:
 def match_by_name(
     saved: Sequence[Sequence[str]], own: Sequence[Sequence[str]]
 ) -> list[list[tuple[int, int]]]:
-    """Where the parameters of each of an optimizer's groups are in saved groups.
+    """Return where the parameters of each of an optimizer's groups are in saved groups.
 
     Args:
         saved: By saved group, the names of its parameters.

@@ -39,7 +39,7 @@ class ArgumentRefused(ValueError, RefusedByTorch):
 
 
 def class_name(module: nn.Module) -> str:
-    """The name of a module's class as the user wrote it."""
+    """Return the name of a module's class as the user wrote it."""
     cls = type(module)
     if isinstance(module, torch_fsdp.FSDPModule):
         return cls.__name__.removeprefix("FSDP")
@@ -47,7 +47,7 @@ def class_name(module: nn.Module) -> str:
 
 
 def check_modules(modules: Sequence[nn.Module]) -> None:
-    """Refuses what cannot be called, and what is sharded or wrapped already."""
+    """Refuse what cannot be called, and what is sharded or wrapped already."""
     if not modules:
         raise ValueError("fully_shard got an empty list of modules; pass at least one")
     for i, module in enumerate(modules):
@@ -86,7 +86,7 @@ def check_options(
     optimizer: object,
     resident_padding: object,
 ) -> None:
-    """Refuses values of the wrong type, and valid requests that are not supported."""
+    """Refuse values of the wrong type, and valid requests that are not supported."""
     if shard_placement_fn is not None:
         raise NotImplementedError(
             "shard_placement_fn is not supported: layouts are planned; declare what a parameter "
@@ -132,7 +132,7 @@ def check_options(
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
-    """The mesh to shard over, all ranks by default; 1-D, or 2-D (replicate, shard)."""
+    """Return the mesh to shard over, all ranks by default; 1-D, or 2-D (replicate, shard)."""
     if not dist.is_initialized():
         raise RuntimeError(
             "fully_shard needs a process group: launch with torchrun and call "
@@ -173,7 +173,8 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
 
 
 def checked_reshard(reshard_after_forward: object, ranks: int) -> bool | int | None:
-    """`reshard_after_forward`, with sizes of groups that are a whole shard axis as a bool."""
+    """Return `reshard_after_forward`, with sizes of groups that are a whole shard axis as a
+    bool."""
     given = reshard_after_forward
     if given is None or isinstance(given, bool):
         return given
@@ -199,7 +200,7 @@ def _default_device_type() -> str:
 
 
 def checked_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
-    """The parameters to leave alone; some may belong to other modules."""
+    """Return the parameters to leave alone; some may belong to other modules."""
     ignored = list(ignored_params or ())
     for parameter in ignored:
         if not isinstance(parameter, nn.Parameter):
@@ -211,7 +212,8 @@ def checked_ignored(ignored_params: Iterable[nn.Parameter] | None) -> set[nn.Par
 
 
 def storage_device(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> torch.device:
-    """Where shards live: on the mesh's device, or on meta until the model is materialised."""
+    """Return where shards live: on the mesh's device, or on meta until the model is
+    materialised."""
     names: dict[bool, str] = {}
     for fqn, parameter in parameters.items():
         names.setdefault(parameter.is_meta, fqn)
@@ -224,7 +226,7 @@ def storage_device(parameters: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> 
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """The device of a mesh that this rank uses."""
+    """Return the device of a mesh that this rank uses."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     return torch.device(mesh.device_type, torch.accelerator.current_device_index())
@@ -233,7 +235,8 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 def parameter_sites(
     modules: Sequence[nn.Module], ignored: set[nn.Parameter]
 ) -> dict[str, list[Site]]:
-    """The parameters that this call takes: fqn -> where modules hold it; tied ones have several."""
+    """Return the parameters that this call takes: fqn -> where modules hold it; tied ones have
+    several."""
     sites: dict[nn.Parameter, list[Site]] = {}
     names: dict[nn.Parameter, str] = {}
     visited: set[nn.Module] = set()
@@ -255,7 +258,7 @@ def parameter_sites(
 def modules_of_this_call(
     module: nn.Module, root: nn.Module, name: str = ""
 ) -> Iterable[tuple[str, nn.Module]]:
-    """`module` and what is below it, without what an earlier `fully_shard` call took."""
+    """Return `module` and what is below it, without what an earlier `fully_shard` call took."""
     if module is not root and state_of(module) is not None:
         return
     yield name, module
@@ -264,7 +267,7 @@ def modules_of_this_call(
 
 
 def parameter_at(site: Site) -> nn.Parameter:
-    """The parameter that a module holds under a name."""
+    """Return the parameter that a module holds under a name."""
     module, name = site
     parameter = module._parameters[name]
     if parameter is None:
@@ -273,7 +276,7 @@ def parameter_at(site: Site) -> nn.Parameter:
 
 
 def check_parameters(sites: dict[str, list[Site]]) -> None:
-    """Refuses parameters that are sharded or tied elsewhere, or that a flat buffer cannot hold."""
+    """Refuse parameters that are sharded or tied elsewhere, or that a flat buffer cannot hold."""
     for fqn, held in sites.items():
         parameter = parameter_at(held[0])
         if (other := sharded_as(parameter)) is not None:
@@ -334,7 +337,7 @@ def _check_embedding(fqn: str, held: Sequence[Site]) -> None:
 
 
 def check_optimizer(optimizer: DeclaresStructure | None) -> None:
-    """Refuses an optimizer that holds what an earlier call sharded without telling it."""
+    """Refuse an optimizer that holds what an earlier call sharded without telling it."""
     for group in optimizer.param_groups if optimizer is not None else ():
         for parameter in group["params"]:
             if (fqn := sharded_as(parameter)) is not None:
@@ -345,7 +348,7 @@ def check_optimizer(optimizer: DeclaresStructure | None) -> None:
 
 
 def checked_structure(fqn: str, declared: object) -> Structure:
-    """What a `structure=` function returned for a parameter."""
+    """Return what a `structure=` function returned for a parameter."""
     if not isinstance(declared, Structure):
         raise TypeError(
             f"structure({fqn!r}, ...) returned {declared!r}; expected a Structure such as "

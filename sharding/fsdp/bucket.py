@@ -127,7 +127,7 @@ class Bucket:
         self._slots_of = {segment: slots for slots in self._slots for segment in slots.segments}
 
     def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
-        """Copies this rank's elements of one parameter and builds both of its forms."""
+        """Copy this rank's elements of one parameter and build both of its forms."""
         spec = self.plan.params[i]
         segment, index = self.plan.location[i]
         buffer = self.buffers[segment]
@@ -154,12 +154,12 @@ class Bucket:
         return unsharded
 
     def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
-        """A RaggedDTensor of parameter `i`'s shape and layout over `local`."""
+        """Return a RaggedDTensor of parameter `i`'s shape and layout over `local`."""
         shape = self.plan.params[i].shape
         return RaggedDTensor.from_local(local, self.mesh, placement_in(self.plan, i), shape)
 
     def describe(self) -> str:
-        """All that ranks must agree on before the first collective, as text."""
+        """Return all that ranks must agree on before the first collective, as text."""
         tags = [self._tag, *([] if self.replicas is None else self.replicas.tags)]
         order = f"tags {tags}, in the order of the group's fully_shard calls"
         return f"{self.plan.describe()}\n{order}\n{self.initial_values}"
@@ -173,7 +173,7 @@ class Bucket:
 
     @torch.no_grad()
     def adopt(self, *, keeps_ties: bool = False) -> None:
-        """Takes parameters that left the flat buffers back in, values and all.
+        """Take parameters that left the flat buffers back in, values and all.
 
         Conversion (`module.to`), `to_empty`, `swap_tensors`, `load_state_dict(assign=True)` and
         plain assignment give a module's parameter other memory or another object. The flat buffer
@@ -203,7 +203,7 @@ class Bucket:
             self.slots.refresh()
 
     def _adopt_segment(self, segment: int) -> bool:
-        """Whether the segment has another dtype or device than before."""
+        """Return whether the segment has another dtype or device than before."""
         buffer, members = self.buffers[segment], self._members[segment]
         kind = self.parameters[members[0]].kind
         pieces = [self.parameters[i].local for i in members]
@@ -224,7 +224,7 @@ class Bucket:
     @outside_of_transforms
     @torch.no_grad()
     def unshard(self) -> None:
-        """Starts the gather of this bucket, unless it runs or is done.
+        """Start the gather of this bucket, unless it runs or is done.
 
         Raises:
             RuntimeError: The parameters are on the meta device.
@@ -255,7 +255,7 @@ class Bucket:
 
     @outside_of_transforms
     def wait_for_unshard(self) -> None:
-        """Completes the gather and registers the unsharded parameters."""
+        """Complete the gather and register the unsharded parameters."""
         self.unshard()
         if self.state is ShardedState.UNSHARDED:
             if not self.slots.hold(gathered=True):
@@ -271,7 +271,7 @@ class Bucket:
 
     @outside_of_transforms
     def reshard(self, held_by: int = 0) -> None:
-        """Registers the sharded parameters and frees the unsharded memory.
+        """Register the sharded parameters and free the unsharded memory.
 
         What was written into gathered parameters is copied back: see gathered.py.
 
@@ -297,13 +297,13 @@ class Bucket:
                 buffer.free_unsharded()
 
     def stage_foreign(self) -> None:
-        """Has modules compute with the tensors that somebody put in place of their parameters."""
+        """Have modules compute with the tensors that somebody put in place of their parameters."""
         if self.slots.borrowed:
             dtype = self._mp_policy.param_dtype
             self.slots.stage(lambda p: dtype if p.sharded.is_floating_point() else None)
 
     def _write_back(self) -> None:
-        """Takes over what was changed on the gathered forms: `requires_grad`, and values."""
+        """Take over what was changed on the gathered forms: `requires_grad`, and values."""
         for i, parameter in enumerate(self.parameters):
             if parameter.unsharded.requires_grad != (i in self._trainable):
                 parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
@@ -321,7 +321,7 @@ class Bucket:
         return kept and self._gathered.are_old()
 
     def check_is_gathered(self) -> None:
-        """Raises RuntimeError if backward used weights without any hook that saw it come."""
+        """Raise RuntimeError if backward used weights without any hook that saw it come."""
         if self.state is not ShardedState.UNSHARDED:
             raise RuntimeError(
                 f"backward went through bucket {self.name!r} before the gradient of an output of "
@@ -352,7 +352,7 @@ class Bucket:
         return self.replicas is not None and self.replicas.keeps_sums
 
     def begin_backward(self) -> None:
-        """Checks what the reduction will add to.
+        """Check what the reduction will add to.
 
         Raises:
             TypeError: A gradient that the user set is not laid out as its parameter.
@@ -361,12 +361,12 @@ class Bucket:
             parameter.check_user_grad()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Clears the sharded gradients, which users see; not what waits for a reduction."""
+        """Clear the sharded gradients, which users see; not what waits for a reduction."""
         for parameter in self.parameters:
             parameter.zero_grad(set_to_none)
 
     def drop_gradients(self) -> None:
-        """Discards gradients that no reduction has delivered yet."""
+        """Discard gradients that no reduction has delivered yet."""
         if self._reduction is not None:
             self._reduction.drop(self.workspace, self._what)
             self._reduction = None
@@ -379,12 +379,12 @@ class Bucket:
         self._seen.clear()
 
     def set_workspace(self, workspace: Workspace) -> None:
-        """The scratch memory that all buckets of one model borrow from."""
+        """Return the scratch memory that all buckets of one model borrow from."""
         self.workspace = workspace
 
     @torch.no_grad()
     def accumulate_grad(self, i: int) -> None:
-        """Moves an unsharded gradient into the slots; runs when autograd has accumulated it.
+        """Move an unsharded gradient into the slots; runs when autograd has accumulated it.
 
         The gradient is copied out and freed at once, cast to the reduce dtype: one read and one
         write, where a preset `.grad` view would be cleared, read and written again.
@@ -408,7 +408,7 @@ class Bucket:
 
     @torch.no_grad()
     def reduce_grads(self, gathers: int) -> None:
-        """Starts the average of all gradients of the bucket, zeros for those that are missing.
+        """Start the average of all gradients of the bucket, zeros for those that are missing.
 
         Args:
             gathers: What `proofs.gathers` was when this backward began.
@@ -440,7 +440,7 @@ class Bucket:
 
     @torch.no_grad()
     def average_replicas(self) -> None:
-        """Goes on to the second step of a reduction over a 2-D mesh; see reduction.py."""
+        """Go on to the second step of a reduction over a 2-D mesh; see reduction.py."""
         if self._reduction is None or self.replicas is None or not self._reduction.is_first_step:
             return
         step = "average over" if self.replicas.requires_all_reduce else "sum within"
@@ -449,7 +449,7 @@ class Bucket:
 
     @torch.no_grad()
     def wait_for_reduce(self) -> None:
-        """Completes the average and sets (or adds to) the sharded gradients."""
+        """Complete the average and set (or add to) the sharded gradients."""
         self.average_replicas()
         if self._reduction is None:
             return
@@ -487,7 +487,7 @@ class Bucket:
 
 
 def _accumulate(bucket: weakref.ref[Bucket], i: int, _: Tensor) -> None:
-    """The hook on an unsharded parameter.
+    """Return the hook on an unsharded parameter.
 
     Garbage collection does not see through it: a strong reference would keep the model, its memory
     and its process group for ever.

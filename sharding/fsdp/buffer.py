@@ -60,7 +60,7 @@ class SlotPiece:
 
 
 def slot_pieces(offset: int, numel: int, shard_numel: int) -> tuple[SlotPiece, ...]:
-    """Cuts [offset, offset + numel) at multiples of `shard_numel` into at most 3 rectangles.
+    """Cut [offset, offset + numel) at multiples of `shard_numel` into at most 3 rectangles.
 
     >>> slot_pieces(offset=6, numel=14, shard_numel=8)
     (SlotPiece(row=0, rows=1, column=6, width=2, source=0), SlotPiece(row=1, rows=1, column=0, \
@@ -97,7 +97,7 @@ class Workspace:
         self._free: list[Tensor] = []  # least recently used first
 
     def borrow(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A tensor of `numel` to `2 * numel` elements, uninitialised; see `give_back`."""
+        """Return a tensor of `numel` to `2 * numel` elements, uninitialised; see `give_back`."""
         fitting = [
             (tensor.numel(), i)
             for i, tensor in enumerate(self._free)
@@ -114,7 +114,7 @@ class Workspace:
         return sum(tensor.nbytes for tensor in self._free)
 
     def give_back(self, tensors: Sequence[Tensor]) -> None:
-        """Makes borrowed tensors available again, and drops those that nobody asked for long."""
+        """Make borrowed tensors available again, and drop those that nobody asked for long."""
         self._free.extend(tensors)
         del self._free[: max(0, len(self._free) - self.MAX_KEPT)]
 
@@ -164,7 +164,7 @@ class DistributedBuffer:
         dtype: torch.dtype,
         device: torch.device,
     ) -> DistributedBuffer:
-        """A buffer of parameters of `dtype`; reductions default to the compute dtype."""
+        """Return a buffer of parameters of `dtype`; reductions default to the compute dtype."""
         compute = (policy.param_dtype or dtype) if dtype.is_floating_point else dtype
         reduce = (policy.reduce_dtype or compute) if dtype.is_floating_point else dtype
         return DistributedBuffer(
@@ -174,14 +174,15 @@ class DistributedBuffer:
     # -- parameters ---------------------------------------------------------------------------
 
     def _local_range(self, index: int) -> tuple[int, int]:
-        """Where tensor `index` lies in this rank's shard; (0, 0) if it has no element here."""
+        """Return where tensor `index` lies in this rank's shard; (0, 0) if it has no element
+        here."""
         size, offset = self.plan.shard_numel, self.plan.offsets[index]
         low = max(0, offset - self.rank * size)
         high = min(size, offset + self.plan.tensors[index].numel - self.rank * size)
         return (low, high) if low < high else (0, 0)
 
     def _local_gaps(self) -> list[tuple[int, int]]:
-        """The padding of this rank's shard."""
+        """Return the padding of this rank's shard."""
         gaps, end = [], 0
         for low, high in sorted(r for r in self.local_ranges if r[0] < r[1]):
             if low > end:
@@ -192,17 +193,17 @@ class DistributedBuffer:
         return gaps
 
     def local_view(self, index: int) -> Tensor:
-        """(n_local,), this rank's elements of tensor `index` in the shard."""
+        """Return (n_local,), this rank's elements of tensor `index` in the shard."""
         low, high = self.local_ranges[index]
         return self.shard[low:high]
 
     def local_grad_view(self, index: int) -> Tensor:
-        """(n_local,), this rank's elements of the averaged gradient of tensor `index`."""
+        """Return (n_local,), this rank's elements of the averaged gradient of tensor `index`."""
         low, high = self.local_ranges[index]
         return self.reduced()[low:high]
 
     def copy_from_full(self, index: int, full: Tensor) -> None:
-        """Copies this rank's elements of a full tensor into the shard; none of a meta tensor."""
+        """Copy this rank's elements of a full tensor into the shard; none of a meta tensor."""
         low, high = self.local_ranges[index]
         if low < high and full.device.type != "meta":
             first = self.rank * self.plan.shard_numel + low - self.plan.offsets[index]
@@ -210,7 +211,8 @@ class DistributedBuffer:
 
     @torch.no_grad()
     def copy_changed(self, index: int, full: Tensor) -> None:
-        """As `copy_from_full`, but of a low-precision copy: elements that did not change stay."""
+        """Do as `copy_from_full`, but of a low-precision copy: elements that did not change
+        stay."""
         if full.dtype == self.dtype:
             self.copy_from_full(index, full)
             return
@@ -221,7 +223,7 @@ class DistributedBuffer:
         old.copy_(torch.where(new == old.to(new.dtype), old, new.to(old.dtype)))
 
     def unsharded_parameter(self, index: int, shape: Sequence[int]) -> nn.Parameter:
-        """A parameter of the given shape that aliases the gathered buffer."""
+        """Return a parameter of the given shape that aliases the gathered buffer."""
         offset, numel = self.plan.offsets[index], self.plan.tensors[index].numel
         nbytes = self.unsharded.numel() * self.unsharded.element_size()
         freed = self.unsharded.untyped_storage().size() == 0
@@ -234,20 +236,20 @@ class DistributedBuffer:
         return parameter
 
     def allocate(self) -> Tensor:
-        """Gives `unsharded` its memory."""
+        """Give `unsharded` its memory."""
         nbytes = self.unsharded.numel() * self.unsharded.element_size()
         self.unsharded.untyped_storage().resize_(nbytes)
         return self.unsharded
 
     def allocate_unsharded(self) -> Tensor:
-        """Gives `unsharded` its memory and writes this rank's S elements, the only copy."""
+        """Give `unsharded` its memory and write this rank's S elements, the only copy."""
         self.allocate()
         size = self.plan.shard_numel
         self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
         return self.unsharded
 
     def free_unsharded(self) -> None:
-        """Frees the memory of `unsharded`; the Storage object stays.
+        """Free the memory of `unsharded`; the Storage object stays.
 
         Raises:
             RuntimeError: The memory is shared with numpy or another process; names the parameters.
@@ -263,12 +265,12 @@ class DistributedBuffer:
     # -- gradients ----------------------------------------------------------------------------
 
     def take_grad_slots(self, slots: Tensor) -> None:
-        """Takes (W, S + F) columns for this rank's addends, and clears the flags."""
+        """Take (W, S + F) columns for this rank's addends, and clear the flags."""
         self.grad_slots = slots
         self.grad_slots[:, self.plan.shard_numel :].zero_()
 
     def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
-        """Copies (or adds) a full gradient into the slots, cast to the reduce dtype."""
+        """Copy (or add) a full gradient into the slots, cast to the reduce dtype."""
         flat = grad.reshape(-1)
         for target, source in self._slot_views(index, flat):
             if accumulate:
@@ -277,7 +279,7 @@ class DistributedBuffer:
                 target.copy_(source)
 
     def complete_slots(self, seen: Collection[int], numbers: Numbers) -> None:
-        """Writes what gradients did not: zeros, seen-flags, proofs.
+        """Write what gradients did not: zeros, seen-flags, proofs.
 
         Args:
             seen: Tensors that got a gradient; the others add zeros.
@@ -298,11 +300,11 @@ class DistributedBuffer:
         slots[:, self._proof].copy_(columns(numbers, slots.dtype, slots.device))
 
     def scale_slots(self, factor: float) -> None:
-        """Multiplies all addends, not what travels beside them."""
+        """Multiply all addends, not what travels beside them."""
         self._slots()[:, : self.plan.shard_numel].mul_(factor)
 
     def proof(self) -> Tensor:
-        """(NUMEL,), the proofs of all ranks after their sum."""
+        """Return (NUMEL,), the proofs of all ranks after their sum."""
         return self.reduced()[self._proof]
 
     def _slots(self) -> Tensor:
@@ -325,21 +327,21 @@ class DistributedBuffer:
         return views
 
     def reduced(self) -> Tensor:
-        """(S + F,), the averaged gradients of this rank and the averaged seen-flags."""
+        """Return (S + F,), the averaged gradients of this rank and the averaged seen-flags."""
         if self.shard_grad is None:
             self.shard_grad = torch.zeros(self.slot_numel, dtype=self.dtype, device=self.device)
         return self.shard_grad
 
     def any_rank_saw(self, index: int) -> bool:
-        """Whether some rank had a gradient of tensor `index`; reads the device."""
+        """Return whether some rank had a gradient of tensor `index`; reads the device."""
         return bool(self.reduced()[self.plan.shard_numel + index] > 0)
 
     def clear_flag(self, index: int) -> None:
-        """Forgets that some rank once saw a gradient of tensor `index`."""
+        """Forget that some rank once saw a gradient of tensor `index`."""
         self.reduced()[self.plan.shard_numel + index].zero_()
 
     def zero_grad_padding(self) -> None:
-        """Restores the zeros between tensors after a reduction carried scratch values there."""
+        """Restore the zeros between tensors after a reduction carried scratch values there."""
         grad = self.reduced()
         for low, high in self._gaps:
             grad[low:high].zero_()

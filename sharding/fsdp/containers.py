@@ -21,7 +21,8 @@ _Rebuild = Callable[[list[Any]], Any]
 
 
 def leaves(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
-    """The tensors in `tree` and all else that is no container, in an order that is always the same.
+    """Return the tensors in `tree` and all else that is no container, in an order that is always
+    the same.
 
     Args:
         tree: What a module took or returned.
@@ -36,7 +37,7 @@ def leaves(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, around: tuple[int, ...] = ()) -> Any:
-    """`tree` with `fn` of each tensor in its place, called in the order of `leaves`."""
+    """Return `tree` with `fn` of each tensor in its place, called in the order of `leaves`."""
     if isinstance(tree, Tensor):
         return fn(tree)
     opened = None if isinstance(tree, PLAIN) or id(tree) in around else _open(tree)
@@ -50,7 +51,8 @@ def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, around: tuple[int, ..
 
 
 def _open(tree: Any) -> tuple[list[Any], _Rebuild] | None:
-    """What a container holds, and how to make one that holds something else; None for a leaf."""
+    """Return what a container holds, and how to make one that holds something else; None for a
+    leaf."""
     kind = type(tree)
     if kind is tuple or kind is list:
         return list(tree), kind

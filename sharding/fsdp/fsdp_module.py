@@ -61,7 +61,7 @@ class UnshardHandle(torch_fsdp.UnshardHandle):
         self._bucket = bucket
 
     def wait(self) -> None:
-        """Completes the gather; the module then holds unsharded parameters."""
+        """Complete the gather; the module then holds unsharded parameters."""
         if self._bucket is not None:
             self._bucket.wait_for_unshard()
             self._bucket = None
@@ -98,7 +98,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return self
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As the module's own; a strict one finds what is wrong before it writes.
+        """Do as the module's own; a strict one finds what is wrong before it writes.
 
         Values may be plain full tensors or DTensors in any layout (then this is a collective).
         """
@@ -112,7 +112,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """As nn.Module's; always the sharded parameters, which optimizers and checkpoints know.
+        """Do as nn.Module's; always the sharded parameters, which optimizers and checkpoints know.
 
         Only between the micro-batches of a pipeline, what the modules hold: schedules that split
         backward look for the weights of a stage in the graph.
@@ -125,13 +125,14 @@ class FSDPModule(torch_fsdp.FSDPModule):
             yield name, sharded.get(id(parameter), parameter)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As nn.Module's; reaches the sharded parameters while gathered ones are in their place."""
+        """Do as nn.Module's; reaches the sharded parameters while gathered ones are in their
+        place."""
         for bucket in self._buckets(recurse=True):
             bucket.zero_grad(set_to_none)
         super(torch_fsdp.FSDPModule, self).zero_grad(set_to_none)  # type: ignore[misc]
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers this module's bucket (not those below); with `async_op` returns a handle."""
+        """Gather this module's bucket (not those below); with `async_op` return a handle."""
         state = self._get_fsdp_state()
         bucket = state.bucket
         if bucket is not None:
@@ -146,12 +147,12 @@ class FSDPModule(torch_fsdp.FSDPModule):
         return None
 
     def reshard(self) -> None:
-        """Frees this module's gathered parameters (not those below)."""
+        """Free this module's gathered parameters (not those below)."""
         for bucket in self._buckets(recurse=False):
             bucket.reshard()
 
     def reset_iter_state(self) -> None:
-        """Recovers after an exception in forward or backward; call it on the root.
+        """Recover after an exception in forward or backward; call it on the root.
 
         Raises:
             RuntimeError: This module is not the root.
@@ -196,7 +197,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             each.requires_all_reduce = requires_all_reduce
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Accepted for compatibility; every backward ends with its reductions complete.
+        """Do nothing, for compatibility: every backward ends with its reductions complete.
 
         torch's pipeline schedules say with it that a stage has micro-batches left.
         """
@@ -204,7 +205,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             state.is_last_backward = is_last_backward
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Changes the `fully_shard` argument of the same name."""
+        """Change the `fully_shard` argument of the same name."""
         if not isinstance(reshard_after_forward, bool):
             raise ValueError(f"reshard_after_forward must be a bool, got {reshard_after_forward!r}")
         for state in self._states(recurse):
@@ -213,20 +214,20 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """`False` keeps parameters gathered between micro-batches; set it back before a step."""
+        """Keep parameters gathered between micro-batches if `False`; set it back before a step."""
         for bucket in self._buckets(recurse):
             bucket.reshard_after_backward = reshard_after_backward
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Modules to gather when this one enters forward, beside the next in order."""
+        """Return modules to gather when this one enters forward, beside the next in order."""
         self._get_fsdp_state().forward_prefetch = _states_of(modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule]) -> None:  # type: ignore[override]
-        """Modules to gather when this one enters backward, beside the next in order."""
+        """Return modules to gather when this one enters backward, beside the next in order."""
         self._get_fsdp_state().backward_prefetch = _states_of(modules)
 
     def set_reduce_scatter_unused_params(self, enable: bool, *, recurse: bool = True) -> None:
-        """Always on: the whole bucket takes part in its reduction.
+        """Do nothing, as it is always on: the whole bucket takes part in its reduction.
 
         Raises:
             NotImplementedError: `enable` is False.
@@ -254,7 +255,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
             bucket.updates.record(text, text.encode())  # the next reduction proves it
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """The name that `set_gradient_divide_factor` had before torch 2.8."""
+        """Return the name that `set_gradient_divide_factor` had before torch 2.8."""
         self.set_gradient_divide_factor(factor)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
@@ -302,7 +303,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
     )
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
-        """Accepted for torch's sake; gathers run asynchronously, on the current stream, always."""
+        """Do nothing: gathers run asynchronously, on the current stream, always."""
 
     # From torch 2.15 on:
     set_keep_unsharded_storage = _unsupported(

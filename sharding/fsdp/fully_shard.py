@@ -64,7 +64,7 @@ def fully_shard(
     resident_padding: float = _RESIDENT_PADDING,
     plan: PlanSource | None = None,
 ) -> ModuleOrList:
-    """Shards the parameters of `module` over `mesh`, in place; they become one bucket.
+    """Shard the parameters of `module` over `mesh`, in place; they become one bucket.
 
     Call it on the parts of a model first (each block), then on the model: parameters that an
     earlier call took are left alone. Forward gathers a bucket's parameters into one flat buffer
@@ -201,7 +201,7 @@ def _spec(
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
-    """As torch's: buffers of the modules of this call go to the mesh's device."""
+    """Do as torch's: buffers of the modules of this call go to the mesh's device."""
     for module in modules:
         for _, part in modules_of_this_call(module, module):
             for buffer in part._buffers.values():

@@ -30,12 +30,13 @@ def mark_gathered(parameter: Tensor, fqn: str) -> None:
 
 
 def gathered_from(parameter: Tensor) -> str | None:
-    """The fqn of the sharded parameter whose unsharded form this is; None if it is no such form."""
+    """Return the fqn of the sharded parameter whose unsharded form this is; None if it is no such
+    form."""
     return cast("str | None", parameter.__dict__.get(_GATHERED))
 
 
 def _metadata() -> frozenset[Callable[..., Any]]:
-    """What may be asked of a parameter without memory: all that reads none."""
+    """Return what may be asked of a parameter without memory: all that reads none."""
     properties = """shape dtype device layout ndim requires_grad is_leaf grad grad_fn is_meta
     is_cuda is_cpu is_sparse is_nested _version _backward_hooks""".split()
     methods = """size dim numel nelement stride storage_offset element_size untyped_storage
@@ -129,11 +130,11 @@ class GatheredForms:
             parameter.unsharded.__class__ = FreedParameter
 
     def are_old(self) -> bool:
-        """Whether what was gathered has been written since, in its sharded form."""
+        """Return whether what was gathered has been written since, in its sharded form."""
         return self._sources != self._source_versions()
 
     def written(self) -> list[BucketParameter]:
-        """The parameters whose gathered form was written.
+        """Return the parameters whose gathered form was written.
 
         Raises:
             RuntimeError: The sharded form of one was written as well.

@@ -21,7 +21,7 @@ class GradientSlots:
     """(W, T) addends, T the sum of the slots of the segments; memory only while it is borrowed."""
 
     def __init__(self, segments: Sequence[int], buffers: Sequence[DistributedBuffer]) -> None:
-        """Lays out the slots of `segments`; `buffers` are those of all segments of the bucket."""
+        """Lay out the slots of `segments`; `buffers` are those of all segments of the bucket."""
         self.segments = list(segments)
         self.buffers = [buffers[segment] for segment in segments]
         self.first_columns = [0, *accumulate(buffer.slot_numel for buffer in self.buffers)]
@@ -29,7 +29,7 @@ class GradientSlots:
         self._borrowed: list[Tensor] = []
 
     def borrow(self, workspace: Workspace) -> None:
-        """Gives every segment its columns, the flags cleared; nothing when they have them."""
+        """Give every segment its columns, the flags cleared; nothing when they have them."""
         if self._flat is not None:
             return
         world_size, width = self.buffers[0].plan.world_size, self.first_columns[-1]
@@ -44,7 +44,7 @@ class GradientSlots:
         return tensor[:numel]
 
     def reduce(self, transport: Transport, workspace: Workspace) -> PendingMean:
-        """Starts the one reduction."""
+        """Start the one reduction."""
         if self._flat is None:
             raise RuntimeError("gradients are reduced before the gradient slots exist")
         numel = transport.reduce_workspace_numel(self.first_columns[-1])
@@ -52,7 +52,7 @@ class GradientSlots:
         return transport.reduce_scatter_(self._flat, received)
 
     def release(self) -> list[Tensor]:
-        """Hands over what was borrowed; a gradient that comes later borrows anew."""
+        """Hand over what was borrowed; a gradient that comes later borrows anew."""
         borrowed, self._borrowed = self._borrowed, []
         self._flat = None
         for buffer in self.buffers:

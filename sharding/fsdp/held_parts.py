@@ -32,7 +32,7 @@ class HeldParts:
         self._parts: list[Tensor] = []
 
     def __bool__(self) -> bool:
-        """Whether anything is held."""
+        """Return whether anything is held."""
         return bool(self._parts)
 
     def keep(self, buffers: Sequence[DistributedBuffer], ranks: int) -> None:

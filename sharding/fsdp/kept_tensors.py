@@ -48,7 +48,7 @@ class KeptTensors:
         self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def watch_hooked(self) -> None:
-        """Has the outputs of modules found that have forward hooks, from the next forward on."""
+        """Have the outputs of modules found that have forward hooks, from the next forward on."""
         for module in self._below:
             if module._forward_hooks and module not in self._watched:
                 self._watched.add(module)
@@ -63,7 +63,8 @@ class KeptTensors:
                     self._found(tensor)
 
     def in_attributes(self) -> Iterator[Tensor]:
-        """The tensors with a graph that modules hold as attributes, also in a list or a dict."""
+        """Return the tensors with a graph that modules hold as attributes, also in a list or a
+        dict."""
         for attributes, first, settled in self._attributes:
             if len(attributes) == settled:
                 continue
@@ -76,13 +77,14 @@ class KeptTensors:
 
 
 def _first_own(module: nn.Module) -> int:
-    """Where the attributes begin that not every module has."""
+    """Return where the attributes begin that not every module has."""
     names = list(vars(module))
     return next((i for i, name in enumerate(names) if name not in _COMMON), len(names))
 
 
 def _settled(module: nn.Module) -> int:
-    """How many attributes a layer of torch has as long as it keeps nothing; -1 of other classes.
+    """Return how many attributes a layer of torch has as long as it keeps nothing; -1 of other
+    classes.
 
     Those assign no attribute in forward: it takes a new one, from outside, to keep a tensor.
     """
@@ -93,7 +95,8 @@ def _settled(module: nn.Module) -> int:
 
 
 def _in_container(container: Any) -> Iterator[Tensor]:
-    """The tensors of a container that ends with one; no other, which may be long, is read."""
+    """Return the tensors of a container that ends with one; no other, which may be long, is
+    read."""
     values: Iterable[Any] = container.values() if isinstance(container, dict) else container
     last = next(reversed(values))  # type: ignore[call-overload]
     if isinstance(last, Tensor):

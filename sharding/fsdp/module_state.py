@@ -109,7 +109,7 @@ class ModuleState(AskedByTorch):
     # -- root -----------------------------------------------------------------------------------
 
     def lazy_init(self) -> RootContext:
-        """Finds all states below this one and makes it their root, at the first forward.
+        """Find all states below this one and make it their root, at the first forward.
 
         Modules below that ran by themselves before, each as a root of its own, join it.
 
@@ -140,7 +140,7 @@ class ModuleState(AskedByTorch):
         return [] if self.context is None else cast("list[ModuleState]", self.context.states)
 
     def _take_in_states(self, context: RootContext) -> None:
-        """Has the states below that are new to this root join it, and checks what there is now."""
+        """Have the states below that are new to this root join it, and check what there is now."""
         below = self._states_below()
         earlier = {n: s.context for n, s in below.items() if s.context is not context}
         for name, former in earlier.items():
@@ -164,7 +164,7 @@ class ModuleState(AskedByTorch):
                 context.absorb(former)
 
     def _states_below(self) -> dict[str, ModuleState]:
-        """This state and all below it, by the name of their first module; parents first."""
+        """Return this state and all below it, by the name of their first module; parents first."""
         states: dict[ModuleState, str] = {}
         for name, module in self.modules[0].named_modules():
             if (state := state_of(module)) is not None:
@@ -172,7 +172,8 @@ class ModuleState(AskedByTorch):
         return {name: state for state, name in states.items()}
 
     def describe(self) -> str:
-        """What steers the collectives of this call, as text that ranks must have in common."""
+        """Return what steers the collectives of this call, as text that ranks must have in
+        common."""
         ahead = [
             [state.bucket.name for state in states if state.bucket is not None]
             for states in (self.forward_prefetch, self.backward_prefetch)
@@ -183,7 +184,7 @@ class ModuleState(AskedByTorch):
         )
 
     def join(self, context: RootContext, name: str) -> None:
-        """Becomes one of the states of a root."""
+        """Become one of the states of a root."""
         self.context = context
         context.states.append(self)
         below = [part for module in self.modules for part in _parts(module)]
@@ -239,7 +240,7 @@ class ModuleState(AskedByTorch):
         return self._watch_inputs(args, kwargs, recompute) if is_first else (args, kwargs)
 
     def begin_forward(self) -> None:
-        """Forgets modules that were still to run in the last forward."""
+        """Forget modules that were still to run in the last forward."""
         self._running.clear()
         event, self.post_optim_event = self.post_optim_event, None
         if event is not None:
@@ -275,7 +276,7 @@ class ModuleState(AskedByTorch):
         )
 
     def _frees_after_forward(self, bucket: Bucket, context: RootContext) -> bool:
-        """By default what backward needs first stays: it would be gathered again at once."""
+        """Keep by default what backward needs first: it would be gathered again at once."""
         if context.keeps_weights:
             return False
         if self.reshard_after_forward is None:
@@ -296,7 +297,7 @@ class ModuleState(AskedByTorch):
     def _watch_inputs(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Has `_after_backward` called when the gradients of all inputs are known."""
+        """Have `_after_backward` called when the gradients of all inputs are known."""
         if not torch.is_grad_enabled():
             return args, kwargs
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
@@ -311,7 +312,7 @@ class ModuleState(AskedByTorch):
         return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
 
     def _watch_outputs(self, output: Any) -> bool:
-        """Has `_before_backward` called when the first gradient of an output arrives.
+        """Have `_before_backward` called when the first gradient of an output arrives.
 
         Returns:
             Whether that comes in time. Not so where an object of an unknown class may hide tensors,
@@ -343,7 +344,7 @@ class ModuleState(AskedByTorch):
             self._announce(tensor)
 
     def _announce(self, tensor: Tensor) -> None:
-        """Has the weights gathered before the gradient of a tensor goes on through the unit."""
+        """Have the weights gathered before the gradient of a tensor goes on through the unit."""
         tensor.register_hook(partial(self._before_backward, self._call))
         # An in-place change of a view takes the hook out of the graph, but not its base's node.
         if tensor._base is not None and tensor._base.grad_fn is not None:
@@ -370,7 +371,7 @@ class ModuleState(AskedByTorch):
         self._before_backward(call, grads[0])
 
     def _check_weights_are_reached(self, bucket: Bucket) -> None:
-        """Refuses a backward of a pipeline whose second half would miss the weights.
+        """Refuse a backward of a pipeline whose second half would miss the weights.
 
         Schedules that split backward ask for the gradients of a stage's inputs first. What they
         take for its weights is what the module holds then; the graph knows the gathered ones.
@@ -389,7 +390,7 @@ class ModuleState(AskedByTorch):
             )
 
     def reset(self) -> None:
-        """Forgets an iteration that an exception ended."""
+        """Forget an iteration that an exception ended."""
         self.end_backward()
         self._running.clear()
         self.open_calls = 0
@@ -399,7 +400,7 @@ class ModuleState(AskedByTorch):
             self.bucket.reshard()
 
     def _after_backward(self, call: _Forward) -> None:
-        """Frees the unsharded parameters; see [Note: when unsharded memory is freed]."""
+        """Free the unsharded parameters; see [Note: when unsharded memory is freed]."""
         self._calls -= 1
         self._open.discard(call)
         if self.bucket is None:
@@ -412,19 +413,19 @@ class ModuleState(AskedByTorch):
             context.left_backward(self.bucket)
 
     def _may_free(self, bucket: Bucket) -> bool:
-        """Whether nothing needs the weights of a bucket that backward has left."""
+        """Return whether nothing needs the weights of a bucket that backward has left."""
         kept = self._open or self.open_calls or self.lazy_init().keeps_weights
         return bucket.reshard_after_backward and not kept
 
     def reduce_waiting_gradients(self) -> None:
-        """Reduces what backwards without sync have left, for all states below the root.
+        """Reduce what backwards without sync have left, for all states below the root.
 
         A collective; torch's pipeline schedules call it after the last micro-batch of a stage.
         """
         self.lazy_init().reduce_waiting_gradients()
 
     def end_backward(self) -> None:
-        """Forgets which calls of this backward are still open."""
+        """Forget which calls of this backward are still open."""
         self._open.clear()
         self._calls = 0
 
@@ -433,18 +434,18 @@ _STATE = "_fully_shard_state"
 
 
 def attach_state(module: nn.Module, state: ModuleState) -> None:
-    """Remembers the state on its module, out of the way of nn.Module's registries."""
+    """Remember the state on its module, out of the way of nn.Module's registries."""
     module.__dict__[_STATE] = state
     register(module, state)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:
-    """The state of the `fully_shard` call that was given this module, if any."""
+    """Return the state of the `fully_shard` call that was given this module, if any."""
     return module.__dict__.get(_STATE)
 
 
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
-    """A module and what is below it, down to the modules of other `fully_shard` calls."""
+    """Return a module and what is below it, down to the modules of other `fully_shard` calls."""
     yield module
     for child in module.children():
         if state_of(child) is None:

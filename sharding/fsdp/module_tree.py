@@ -41,7 +41,7 @@ class ModuleTree:
         return list(map(is_, chain.from_iterable(map(dict.values, self._slots)), repeat(None)))
 
     def has_changed(self) -> bool:
-        """Whether modules or parameters came, went or were unfrozen since the last check."""
+        """Return whether modules or parameters came, went or were unfrozen since the last check."""
         if any(map(attrgetter("requires_grad"), self._left_out)):
             return True
         children = list(chain.from_iterable(map(dict.values, self._below)))

@@ -23,12 +23,12 @@ _TAKEN = "_fully_sharded_as"
 
 
 def sharded_as(parameter: Tensor) -> str | None:
-    """The fqn under which `fully_shard` took an original parameter; None if it did not."""
+    """Return the fqn under which `fully_shard` took an original parameter; None if it did not."""
     return parameter.__dict__.get(_TAKEN)
 
 
 def mark_sharded(parameter: Tensor, fqn: str) -> None:
-    """Has `sharded_as` return `fqn` for an original parameter from here on."""
+    """Have `sharded_as` return `fqn` for an original parameter from here on."""
     setattr(parameter, _TAKEN, fqn)
 
 
@@ -49,7 +49,7 @@ def check_hooks(originals: Iterable[weakref.ref[Tensor]]) -> None:
 def _before_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Raises before the step of an optimizer that was built before its model was sharded.
+    """Raise before the step of an optimizer that was built before its model was sharded.
 
     Its parameters get no gradients any more, so that the step would train nothing, in silence. Of
     others it notes what they are told; see [Note: proofs in reductions] in proofs.py.
@@ -78,5 +78,5 @@ def _before_step(
 
 @cache
 def watch_optimizers() -> None:
-    """Has every optimizer of the process checked before its steps."""
+    """Have every optimizer of the process checked before its steps."""
     register_optimizer_step_pre_hook(_before_step)

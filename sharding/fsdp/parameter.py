@@ -50,7 +50,7 @@ class BucketParameter:
             self.sharded.grad.zero_()
 
     def grad_over(self, buffer: DistributedBuffer) -> RaggedDTensor:
-        """The sharded gradient, over the averaged gradients of the buffer; made once."""
+        """Return the sharded gradient, over the averaged gradients of the buffer; made once."""
         if self.sharded_grad is None:
             # The placement of the parameter itself: optimizers find them equal at once.
             sharded, view = self.sharded, buffer.local_grad_view(self.index)
@@ -60,7 +60,7 @@ class BucketParameter:
         return self.sharded_grad
 
     def check_user_grad(self) -> None:
-        """Raises for a gradient that cannot be added to, before any rank waits for another."""
+        """Raise for a gradient that cannot be added to, before any rank waits for another."""
         grad, sharded = self.sharded.grad, self.sharded
         if grad is None or grad is self.sharded_grad:
             return
@@ -72,7 +72,7 @@ class BucketParameter:
             )
 
     def check_grad(self, grad: Tensor) -> None:
-        """Raises for an arriving gradient that cannot be averaged over ranks."""
+        """Raise for an arriving gradient that cannot be averaged over ranks."""
         if grad.layout is not torch.strided:
             raise NotImplementedError(
                 f"{self.fqn} got a gradient of layout {grad.layout}; only dense gradients are "
@@ -86,7 +86,7 @@ class BucketParameter:
             )
 
     def take_back(self, held: Tensor) -> None:
-        """Copies what a module was assigned into the sharded parameter."""
+        """Copy what a module was assigned into the sharded parameter."""
         if held.shape != self.sharded.shape:
             raise ValueError(
                 f"{self.fqn} was assigned a tensor of shape {tuple(held.shape)}; its shape in "
@@ -100,7 +100,7 @@ class BucketParameter:
 
 
 def prepare_accumulation(buffer: DistributedBuffer, parameters: Sequence[BucketParameter]) -> None:
-    """Makes the flat gradient of a segment hold exactly the gradients that the user sees."""
+    """Make the flat gradient of a segment hold exactly the gradients that the user sees."""
     buffer.proof().zero_()
     for parameter in parameters:
         view = buffer.local_grad_view(parameter.index)
@@ -113,7 +113,7 @@ def prepare_accumulation(buffer: DistributedBuffer, parameters: Sequence[BucketP
 
 
 def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
-    """How parameter `i` of a bucket is cut."""
+    """Return how parameter `i` of a bucket is cut."""
     segment, index = plan.location[i]
     buffer = plan.segments[segment]
     granule = buffer.tensors[index].granule
@@ -139,7 +139,8 @@ class PieceAddresses:
         self._last = self._now()
 
     def have_changed(self) -> bool:
-        """Whether some piece lies elsewhere, or has another dtype or device, than was noted."""
+        """Return whether some piece lies elsewhere, or has another dtype or device, than was
+        noted."""
         return self._last != self._now()
 
     def _now(self) -> tuple[list[int], list[tuple[torch.dtype, torch.device]]]:
@@ -153,7 +154,7 @@ _KIND = attrgetter("dtype", "device")
 
 
 def put(module: nn.Module, name: str, tensor: Tensor) -> None:
-    """Has a module hold a tensor as its parameter."""
+    """Have a module hold a tensor as its parameter."""
     if type(module).__setattr__ is nn.Module.__setattr__:
         module._parameters[name] = cast(nn.Parameter, tensor)
     else:  # such as nn.LSTM's, which notes its weights in a list of its own too
@@ -161,7 +162,7 @@ def put(module: nn.Module, name: str, tensor: Tensor) -> None:
 
 
 def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
-    """Gives a parameter on meta memory with its own range of `held`; the object stays the same."""
+    """Give a parameter on meta memory with its own range of `held`; the object stays the same."""
     mesh = sharded.device_mesh
     device = held.device if held.is_meta else torch.device(mesh.device_type)
     piece = torch.empty_like(sharded._local_tensor, dtype=held.dtype, device=device)
@@ -173,7 +174,7 @@ def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
 
 
 def check_converted_as_a_whole(parameters: Sequence[BucketParameter], bucket: str) -> None:
-    """Proves that parameters which were of one dtype and device still are.
+    """Prove that parameters which were of one dtype and device still are.
 
     Raises:
         RuntimeError: They are not; names the bucket and a parameter of each kind.

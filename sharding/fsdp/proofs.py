@@ -106,7 +106,8 @@ def _numbers_in(group: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=8)
 def _patterns(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """(256, 16), each number's bits and their opposites; made once, for copying it would wait."""
+    """Return (256, 16), each number's bits and their opposites; made once, for copying it would
+    wait."""
     numbers = torch.arange(1 << _BITS, device="cpu").unsqueeze(1)
     bits = (numbers >> torch.arange(_BITS, device="cpu")) & 1
     return torch.cat((bits, 1 - bits), dim=1).to(device, dtype)

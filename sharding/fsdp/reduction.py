@@ -41,13 +41,13 @@ class Reducible(Protocol):
     """What reduces its gradients: a `Bucket`, or a count of what one would take."""
 
     def reduce_grads(self, order: int) -> None:
-        """Starts the reduction."""
+        """Start the reduction."""
 
     def average_replicas(self) -> None:
-        """Goes on to the second step, if there is one and it has not begun."""
+        """Go on to the second step, if there is one and it has not begun."""
 
     def wait_for_reduce(self) -> None:
-        """Completes the reduction and gives back what it borrowed."""
+        """Complete the reduction and give back what it borrowed."""
 
 
 class ReductionsInFlight:
@@ -61,7 +61,7 @@ class ReductionsInFlight:
         self._buckets: list[Reducible] = []
 
     def start(self, bucket: Reducible, order: int) -> None:
-        """Starts the reduction of a bucket; `order` is what it writes into its slots."""
+        """Start the reduction of a bucket; `order` is what it writes into its slots."""
         while len(self._buckets) >= MOST_IN_FLIGHT:
             self._buckets.pop(0).wait_for_reduce()
         bucket.reduce_grads(order)
@@ -70,7 +70,7 @@ class ReductionsInFlight:
         self._buckets.append(bucket)
 
     def finish(self) -> None:
-        """Completes all of them."""
+        """Complete all of them."""
         for bucket in self._buckets:
             bucket.average_replicas()
         for bucket in self._buckets:
@@ -78,7 +78,7 @@ class ReductionsInFlight:
         self._buckets.clear()
 
     def forget(self) -> None:
-        """Drops what an exception left."""
+        """Drop what an exception left."""
         self._buckets.clear()
 
 
@@ -95,7 +95,7 @@ class Reduction:
     is_first_step: bool  # whether replicas are still to be averaged
 
     def drop(self, workspace: Workspace, what: str) -> None:
-        """Waits for the communication, forgets what it brought and gives its memory back."""
+        """Wait for the communication, forget what it brought and give its memory back."""
         for mean, borrowed in zip(self.means, self.borrowed, strict=True):
             if mean is not None:
                 mean.drop(what)
@@ -157,7 +157,7 @@ class Replicas:
         return self._kept is not None
 
     def average(self, reduction: Reduction, workspace: Workspace, what: str) -> None:
-        """Completes the first step of `reduction` and starts the second, or keeps the sums."""
+        """Complete the first step of `reduction` and start the second, or keep the sums."""
         reduction.is_first_step = False
         totals = self._with_kept(
             [None if mean is None else mean.take_sum(what) for mean in reduction.means], reduction
@@ -181,7 +181,7 @@ class Replicas:
     def _with_kept(
         self, totals: Sequence[tuple[Tensor, int] | None], reduction: Reduction
     ) -> list[tuple[Tensor, int] | None]:
-        """The sums of the first step, with what earlier reductions kept added."""
+        """Return the sums of the first step, with what earlier reductions kept added."""
         kept, self._kept = self._kept, None
         if kept is None:
             return list(totals)
@@ -193,10 +193,10 @@ class Replicas:
         ]
 
     def drop(self) -> None:
-        """Forgets what was kept."""
+        """Forget what was kept."""
         self._kept = None
 
 
 def _exact(total: Tensor) -> Tensor:
-    """A copy of borrowed memory, of at least fp32."""
+    """Return a copy of borrowed memory, of at least fp32."""
     return total.to(torch.promote_types(total.dtype, torch.float32), copy=True)

@@ -55,19 +55,19 @@ class StateBelow(Protocol):
         ...
 
     def describe(self) -> str:
-        """What steers its collectives, as text."""
+        """Return what steers its collectives, as text."""
         ...
 
     def begin_forward(self) -> None:
-        """Forgets modules that were still to run in the last forward."""
+        """Forget modules that were still to run in the last forward."""
         ...
 
     def end_backward(self) -> None:
-        """Forgets which calls of this backward are still open."""
+        """Forget which calls of this backward are still open."""
         ...
 
     def reset(self) -> None:
-        """Forgets an iteration that an exception ended."""
+        """Forget an iteration that an exception ended."""
         ...
 
 
@@ -116,7 +116,7 @@ class RootContext:
         return self._at_end is not None and self._at_end() is None
 
     def check(self, *, has_new_states: bool) -> None:
-        """Proves that all is well for ranks to train together, whenever what they train changes.
+        """Prove that all is well for ranks to train together, whenever what they train changes.
 
         Args:
             has_new_states: Whether states joined since the last check; then it is a collective.
@@ -132,7 +132,7 @@ class RootContext:
         self.tree.check(self.buckets, [p for state in self.states for p in state.ignored])
 
     def absorb(self, former: RootContext) -> None:
-        """Takes over from the root that a module below was, as long as it ran by itself."""
+        """Take over from the root that a module below was, as long as it ran by itself."""
         if former._has_raised:
             former.reset()
         self._unreduced += [b for b in former._unreduced if b not in self._unreduced]
@@ -143,7 +143,7 @@ class RootContext:
         return self.creates_graph or self._has_graph
 
     def check_ranks_agree(self) -> None:
-        """Proves once that all ranks hold the same plans (and, in debug mode, began equal).
+        """Prove once that all ranks hold the same plans (and, in debug mode, began equal).
 
         Raises:
             RuntimeError: On every rank, naming the first difference.
@@ -165,7 +165,7 @@ class RootContext:
                 state.beginnings = None
 
     def check_optimizers(self) -> None:
-        """Proves once that optimizers passed to `fully_shard` hold nothing that no call took.
+        """Prove once that optimizers passed to `fully_shard` hold nothing that no call took.
 
         Raises:
             RuntimeError: On every rank, naming the first parameter that is neither sharded nor
@@ -192,7 +192,7 @@ class RootContext:
     # -- forward --------------------------------------------------------------------------------
 
     def begin_forward(self) -> None:
-        """Starts an iteration: nothing that an optimizer may have changed stays unsharded."""
+        """Start an iteration: nothing that an optimizer may have changed stays unsharded."""
         if self._has_raised:
             self.reset()
         self.proofs.settle()
@@ -210,12 +210,12 @@ class RootContext:
             bucket.reshard()
 
     def begin_call(self, bucket: Bucket) -> None:
-        """The same for one module that is called while the root's forward does not run."""
+        """Do the same for one module that is called while the root's forward does not run."""
         if not self._in_forward:
             self._drop_old(bucket)
 
     def end_forward(self) -> None:
-        """Drops gathers that were started for modules that did not run."""
+        """Drop gathers that were started for modules that did not run."""
         self._in_forward = self._builds_graph = False
         for bucket in self.buckets:
             trains = torch.is_grad_enabled()
@@ -223,11 +223,11 @@ class RootContext:
                 bucket.reshard()
 
     def is_last(self, bucket: Bucket) -> bool:
-        """Whether backward needs this one first, as far as the last iteration tells."""
+        """Return whether backward needs this one first, as far as the last iteration tells."""
         return self._in_forward and self._previous_order[-1:] == [bucket]
 
     def entered(self, bucket: Bucket) -> None:
-        """Records the order of execution and starts the gather of the bucket that comes next."""
+        """Record the order of execution and start the gather of the bucket that comes next."""
         bucket.unsharded_by_hand = False
         is_first = bucket not in self._order  # a call later on has prefetched what follows
         if is_first:
@@ -241,7 +241,7 @@ class RootContext:
     # -- backward -------------------------------------------------------------------------------
 
     def begin_backward(self) -> None:
-        """Queues the end of this backward; called by every pre-backward hook, acts once."""
+        """Queue the end of this backward; called by every pre-backward hook, acts once."""
         if self.in_backward:
             return
         if self._has_raised:
@@ -250,7 +250,7 @@ class RootContext:
         torch.autograd.Variable._execution_engine.queue_callback(at_end)
 
     def reduce_waiting_gradients(self) -> None:
-        """Reduces, outside of backward, what backwards without sync have left; a collective."""
+        """Reduce, outside of backward, what backwards without sync have left; a collective."""
         if self.in_backward:
             raise RuntimeError("gradients that wait were to be reduced while backward still runs")
         if self._has_raised:
@@ -263,7 +263,7 @@ class RootContext:
         at_end()
 
     def _open_backward(self) -> Callable[[], None]:
-        """Returns what must be called at the end; in `in_backward` as long as it is alive."""
+        """Return what must be called at the end; in `in_backward` as long as it is alive."""
         self.proofs.settle()
         at_end = partial(self._end_backward)
         self._at_end = weakref.ref(at_end)
@@ -276,7 +276,7 @@ class RootContext:
         return at_end
 
     def backward_reached(self, bucket: Bucket) -> None:
-        """Starts the gather that backward needs next; adds a graph that is walked once more."""
+        """Start the gather that backward needs next; add a graph that is walked once more."""
         if bucket not in self._unreduced:
             self._unreduced.append(bucket)
             self._join_backward(bucket)
@@ -288,7 +288,7 @@ class RootContext:
             self._to_reduce.append(bucket)
 
     def left_backward(self, bucket: Bucket) -> None:
-        """Starts every reduction whose turn it is; see [Note: order of collectives]."""
+        """Start every reduction whose turn it is; see [Note: order of collectives]."""
         self._left.add(bucket)
         while self._to_reduce and self._to_reduce[0] in self._left:
             self._start_reduction(self._to_reduce.pop(0))
@@ -297,7 +297,7 @@ class RootContext:
         self._in_flight.start(bucket, self._gathers_before_backward)
 
     def _end_backward(self) -> None:
-        """Reduces what is left, waits for everything, and leaves all buckets sharded."""
+        """Reduce what is left, wait for everything, and leave all buckets sharded."""
         while self._to_reduce:
             self._start_reduction(self._to_reduce.pop(0))
         self._in_flight.finish()
@@ -322,7 +322,7 @@ class RootContext:
         self.creates_graph = False
 
     def reset(self) -> None:
-        """Forgets an iteration that an exception ended; its gradients are lost.
+        """Forget an iteration that an exception ended; its gradients are lost.
 
         Raises nothing of its own; gathers and reductions in flight are waited for.
         """
@@ -335,7 +335,7 @@ class RootContext:
 
 
 def _prefetch(bucket: Bucket, order: list[Bucket], step: int) -> None:
-    """Starts the gather of the bucket `step` places after `bucket` in `order`."""
+    """Start the gather of the bucket `step` places after `bucket` in `order`."""
     if bucket not in order:
         return
     neighbour = order.index(bucket) + step

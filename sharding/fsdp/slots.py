@@ -79,7 +79,7 @@ class Slots:
     # -- own forms ------------------------------------------------------------------------------
 
     def hold(self, gathered: bool) -> bool:
-        """Whether every slot holds this form."""
+        """Return whether every slot holds this form."""
         forms = self._gathered if gathered else self._sharded
         return all(map(is_, map(dict.get, self._dicts, self._names), forms))
 
@@ -260,7 +260,7 @@ def _note(module: nn.Module, name: str, given: nn.Parameter) -> nn.Parameter | N
 
 @cache
 def _watch_assignments() -> None:
-    """Has torch tell of every parameter that a module of the process is assigned."""
+    """Have torch tell of every parameter that a module of the process is assigned."""
     register_module_parameter_registration_hook(cast("Callable[..., None]", _note))
 
 

@@ -28,7 +28,7 @@ _R = TypeVar("_R")
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func or a dual level of forward-mode AD is open."""
+    """Return whether a transform of torch.func or a dual level of forward-mode AD is open."""
     functorch = torch._C._functorch.peek_interpreter_stack()
     return functorch is not None or forward_ad._current_level >= 0
 
@@ -47,7 +47,7 @@ def outside_of_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def value_below(x: Tensor) -> Tensor:
-    """The plain tensor that transforms have wrapped; the tensor itself if none has."""
+    """Return the plain tensor that transforms have wrapped; the tensor itself if none has."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
         x = torch._C._functorch.get_unwrapped(x)
     return x

@@ -24,7 +24,8 @@ class Admissible:
         self._limits = sorted(limit for limit in limits if limit[0])
 
     def at_least(self, shard: int) -> int:
-        """The least admissible S >= `shard`, which is at least the mean load and the longest run.
+        """Return the least admissible S >= `shard`, which is at least the mean load and the longest
+        run.
 
         See `Cells.limit`. Jumps by the least common multiple of all units that hold.
         """
@@ -43,12 +44,13 @@ class Admissible:
 
 
 def least_shard(cells: Sequence[Cells], world_size: int, step: int = 1) -> int:
-    """Cells that no legal shard is smaller than, a multiple of `step`: `load`, then admissible."""
+    """Return cells that no legal shard is smaller than, a multiple of `step`: `load`, then
+    admissible."""
     return Admissible(cells, step).at_least(load(cells, world_size))
 
 
 def load(cells: Sequence[Cells], world_size: int) -> int:
-    """Cells that some rank must hold, in however many segments the tensors are laid out.
+    """Return cells that some rank must hold, in however many segments the tensors are laid out.
 
     Runs that cannot be cut are dealt to the ranks. Of the k*m + 1 longest, some of the m ranks
     holds k + 1, together at least as long as the k + 1 shortest of them. (k = 0 is the longest run.
@@ -63,7 +65,7 @@ def load(cells: Sequence[Cells], world_size: int) -> int:
 
 
 def _pigeonhole(runs: Counter[int], world_size: int) -> int:
-    """The largest k of `load` for each length that occurs."""
+    """Return the largest k of `load` for each length that occurs."""
     lengths = sorted(runs, reverse=True)
     most = max(lengths, default=0)
     longest = 0  # runs of this length or longer

@@ -42,7 +42,7 @@ class Granule:
     cuts: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Checks the attributes and brings them into the one form of this rule."""
+        """Check the attributes and bring them into the one form of this rule."""
         numel, restart, cuts = self.numel, self.restart, self.cuts
         if numel < 0 or (numel == 0 and (cuts is None or restart is not None)):
             raise ValueError(
@@ -70,7 +70,7 @@ class Granule:
         return self.restart is None and self.cuts is None
 
     def allows(self, cut: int) -> bool:
-        """Whether a rank boundary may lie `cut` elements after the start of the tensor."""
+        """Return whether a rank boundary may lie `cut` elements after the start of the tensor."""
         if cut <= 0:
             return cut == 0
         if _follows(cut, self.numel, self.restart):
@@ -78,7 +78,7 @@ class Granule:
         return self.cuts is not None and cut in self.cuts
 
     def largest_cut(self, limit: int, align: int) -> int:
-        """The largest legal cut c with 0 <= c <= limit and c a multiple of `align`.
+        """Return the largest legal cut c with 0 <= c <= limit and c a multiple of `align`.
 
         Example:
             >>> Granule(6).largest_cut(20, align=4)
@@ -101,7 +101,7 @@ class Granule:
         return largest
 
     def combine(self, other: "Granule") -> "Granule":
-        """The granule whose cuts are legal in both.
+        """Return the granule whose cuts are legal in both.
 
         Exact for plain granules (least common multiple), equal restarts, a plain granule that
         divides or is divided by the other's restart, and listed cuts. Two rules whose common cuts
@@ -146,7 +146,7 @@ class Cells:
 
     @classmethod
     def measure(cls, numel: int, granule: Granule, align: int) -> "Cells":
-        """The cells of a tensor of `numel` elements."""
+        """Return the cells of a tensor of `numel` elements."""
         size = -(-numel // align)
         cuts = tuple(cut for cut in granule.cuts or () if cut < numel and cut % align == 0)
         restart = granule.restart if granule.restart and granule.restart < numel else None
@@ -157,7 +157,8 @@ class Cells:
         return cls(size, max(1, min(size, block)), None, align)
 
     def earliest_start(self, shard: int, end: int) -> int:
-        """The least legal start >= end, in cells, for shards of `shard` cells; -1: there is none.
+        """Return the least legal start >= end, in cells, for shards of `shard` cells; -1: there is
+        none.
 
         Only the distance to the next boundary matters: a start that is legal in one shard is legal
         in every later one, so at most one shard beyond the next boundary is looked at.
@@ -180,7 +181,8 @@ class Cells:
         return boundary + shard - head if size - head <= shard else -1
 
     def run_end(self, shard: int, end: int, count: int, limit: int) -> int:
-        """Where `count` of these end that are placed one after the other, each as early as can be.
+        """Return where `count` of these end that are placed one after the other, each as early as
+        can be.
 
         Equal to `count` calls of `earliest_start`, in far fewer steps: whole tensors of one shard
         are taken at once, and so are all later ones as soon as starts repeat.
@@ -212,7 +214,7 @@ class Cells:
         return end if end <= limit else -1
 
     def run_gapless(self, shard: int, end: int, count: int) -> int:
-        """How many of `count` of these can follow each other from `end` on without a gap."""
+        """Return how many of `count` of these can follow each other from `end` on without a gap."""
         size, block = self.size, self.block
         if self.irregular is None and shard % block == end % block == size % block == 0:
             return count
@@ -228,7 +230,8 @@ class Cells:
         return placed
 
     def uncut_runs(self) -> dict[int, int]:
-        """Lengths in cells of disjoint runs, none with a legal cut inside, with their counts.
+        """Return lengths in cells of disjoint runs, none with a legal cut inside, with their
+        counts.
 
         They make up the tensor. For an irregular granule whose rule does not fit the cells, all but
         the first are cells.
@@ -291,7 +294,7 @@ class Cells:
 
 @lru_cache(maxsize=1 << 16)
 def _irregular_head(cells: Cells, shard: int, room: int) -> int:
-    """Cells of an irregular tensor before the next boundary, `room` cells away.
+    """Return cells of an irregular tensor before the next boundary, `room` cells away.
 
     Negative values are cells after that boundary; -shard when there is no legal start.
     """
@@ -304,7 +307,7 @@ def _irregular_head(cells: Cells, shard: int, room: int) -> int:
 
 
 def _largest_listed_head(cells: Cells, shard: int, most: int) -> int:
-    """The largest head <= `most` whose later boundaries are cuts, too; -1: there is none.
+    """Return the largest head <= `most` whose later boundaries are cuts, too; -1: there is none.
 
     Walks the legal first cuts downward.
     """
@@ -318,7 +321,7 @@ def _largest_listed_head(cells: Cells, shard: int, most: int) -> int:
 
 
 def _largest_restarting_head(cells: Cells, shard: int, most: int) -> int:
-    """The same for restarts, without a walk.
+    """Return the same for restarts, without a walk.
 
     From one boundary to the next the place in the period moves on by S mod period, and either
     passes the end of the period or does not; see `Cells.limit`. With `later` boundaries after the
@@ -355,7 +358,8 @@ def _follows(cut: int, numel: int, restart: int | None) -> bool:
 
 
 def _common_rule(a: tuple[int, int | None], b: tuple[int, int | None]) -> tuple[int, int | None]:
-    """(numel, restart) whose multiples are legal in both rules; numel 0 when a rule has none."""
+    """Return (numel, restart) whose multiples are legal in both rules; numel 0 when a rule has
+    none."""
     (numel_a, restart_a), (numel_b, restart_b) = a, b
     if numel_a == 0 or numel_b == 0:
         return 0, None

@@ -107,13 +107,13 @@ class BucketPlan:
         return sum(map(self.owned_numel_of, range(len(self.params))))
 
     def owned_numel_of(self, i: int) -> int:
-        """Elements of the units of `params[i]` that are not resident."""
+        """Return elements of the units of `params[i]` that are not resident."""
         units = self.params[i].step_units
         verdicts = self.unit_verdicts(i)
         return sum(u.numel for u, resident in zip(units, verdicts, strict=True) if not resident)
 
     def moved_numel_of(self, i: int) -> int:
-        """Elements of `params[i]` that travel to the rank that holds most of their unit."""
+        """Return elements of `params[i]` that travel to the rank that holds most of their unit."""
         which, index = self.location[i]
         shard, offset = self.segments[which].shard_numel, self.segments[which].offsets[index]
         moved = 0
@@ -126,7 +126,7 @@ class BucketPlan:
         return moved
 
     def unit_verdicts(self, i: int) -> tuple[bool, ...]:
-        """Whether each of `params[i].step_units` is resident."""
+        """Return whether each of `params[i].step_units` is resident."""
         which, index = self.location[i]
         segment = self.segments[which]
         shard, offset = segment.shard_numel, segment.offsets[index]
@@ -136,7 +136,8 @@ class BucketPlan:
         )
 
     def describe(self) -> str:
-        """The whole plan as text, one fact a line: equal plans have equal text, and only they."""
+        """Return the whole plan as text, one fact a line: equal plans have equal text, and only
+        they."""
         lines = [f"bucket {self.name!r}: {len(self.params)} parameters"]
         members = {place: i for i, place in enumerate(self.location)}
         for which, (segment, dtype) in enumerate(zip(self.segments, self.dtypes, strict=True)):
@@ -157,7 +158,7 @@ class BucketPlan:
         return "\n".join(lines)
 
     def digest(self) -> str:
-        """A hash of `describe()`, to compare plans between ranks."""
+        """Return a hash of `describe()`, to compare plans between ranks."""
         return blake2b(self.describe().encode(), digest_size=16).hexdigest()
 
 
@@ -169,7 +170,7 @@ def negotiate(
     resident_padding: float = 0.02,
     segment_gain: float = SEGMENT_GAIN,
 ) -> BucketPlan:
-    """Lays out one bucket. Same arguments, same plan, on every rank. See [Note: residency].
+    """Lay out one bucket. Same arguments, same plan, on every rank. See [Note: residency].
 
     Args:
         name: Of the bucket, for tables and errors.
@@ -218,7 +219,7 @@ def negotiate(
 
 
 def stored_granule(param: ParamSpec) -> Granule:
-    """The cuts that the default block and all `stored` demands of a parameter allow."""
+    """Return the cuts that the default block and all `stored` demands of a parameter allow."""
     default = Demand(Blocks(max(1, min(DEFAULT_BLOCK, param.numel))), "stored", "fully_shard")
     granule = default.structure.granule(param.shape)
     taken = [default]
@@ -244,7 +245,8 @@ def stored_granule(param: ParamSpec) -> Granule:
 
 
 def _raised_granule(param: ParamSpec, stored: Granule) -> Granule:
-    """The stored granule, raised so that every unit lies whole on a rank where that can be."""
+    """Return the stored granule, raised so that every unit lies whole on a rank where that can
+    be."""
     granule = stored
     for demand in param.demands:
         if demand.when == "step" and demand.structure.units(param.shape):
@@ -263,7 +265,7 @@ def _choose_granules(
     layout: "_Placing",
     resident_padding: float,
 ) -> tuple[Granule, ...]:
-    """The granule of each parameter: stored or raised. See [Note: residency]."""
+    """Return the granule of each parameter: stored or raised. See [Note: residency]."""
     can_rise = [i for i in range(len(params)) if raised[i] != stored[i]]
     base = layout.plan("", params, stored)
     best, best_granules = base, stored
@@ -273,7 +275,8 @@ def _choose_granules(
     attempts = _ATTEMPTS
 
     def attempt(risen: set[int]) -> BucketPlan | None:
-        """The plan with these granules raised, if it pads little enough; remembers the best."""
+        """Return the plan with these granules raised, if it pads little enough; remembers the
+        best."""
         nonlocal attempts, best, best_granules
         attempts -= 1
         granules = tuple(raised[i] if i in risen else stored[i] for i in range(len(params)))
@@ -329,7 +332,8 @@ class _Placing:
         return BucketPlan(name, params, tuple(segments), dtypes, trainable, tuple(location))
 
     def least_padding(self, params: tuple[ParamSpec, ...], granules: tuple[Granule, ...]) -> float:
-        """A padding ratio that no plan with these granules is below; far cheaper than a plan."""
+        """Return a padding ratio that no plan with these granules is below; far cheaper than a
+        plan."""
         shard = sum(
             least_total_shard([_tensor(params[i], granules[i]) for i in of_kind], self.world_size)
             for of_kind in _by_kind(params).values()
@@ -339,7 +343,7 @@ class _Placing:
 
 
 def _by_kind(params: tuple[ParamSpec, ...]) -> dict[tuple[str, bool], list[int]]:
-    """Indices of the parameters of each (dtype, trainable), by first appearance."""
+    """Return indices of the parameters of each (dtype, trainable), by first appearance."""
     by_kind: dict[tuple[str, bool], list[int]] = {}
     for i, param in enumerate(params):
         by_kind.setdefault((param.dtype, param.trainable), []).append(i)

@@ -51,7 +51,7 @@ class Orders:
         return few and len(self.kind_of) <= _MOST_DEPTH
 
     def fits(self, runs: KindRuns, shard: int) -> bool:
-        """Whether the tensors fit in this order."""
+        """Return whether the tensors fit in this order."""
         end, limit = 0, self.world_size * shard - self.total
         if limit < 0:
             return False
@@ -65,12 +65,12 @@ class Orders:
         return True
 
     def sorted_runs(self, key: Callable[[Cells], tuple[int, ...]]) -> KindRuns:
-        """All tensors of a kind together, the kinds sorted."""
+        """Return all tensors of a kind together, the kinds sorted."""
         order = sorted(range(len(self.kinds)), key=lambda kind: key(self.kinds[kind]))
         return [(kind, self.counts[kind]) for kind in order]
 
     def simple(self, shard: int) -> Iterator[KindRuns]:
-        """Orders by block and size, and the natural one last, whose runs can be many."""
+        """Return orders by block and size, and the natural one last, whose runs can be many."""
         yield self.sorted_runs(lambda kind: (-kind.block, -kind.size))
         yield self.sorted_runs(lambda kind: (kind.block, -kind.size))
         yield self.sorted_runs(lambda kind: (-kind.size, -kind.block))
@@ -88,7 +88,8 @@ class Orders:
         yield self.natural
 
     def made(self, shard: int) -> Iterator[KindRuns]:
-        """Orders made for this S, one run at a time, that do not leave more gaps than they may."""
+        """Return orders made for this S, one run at a time, that do not leave more gaps than they
+        may."""
         for even in (False, True):
             for pace in (0, 1):
                 runs = self.filling(shard, pace, even)
@@ -129,7 +130,8 @@ class Orders:
         return None if active else runs
 
     def next_kind(self, active: list[int], shard: int, end: int, allowed: int) -> tuple[int, int]:
-        """The first kind whose gap is 0 or allowed, else the one of least gap; and its start."""
+        """Return the first kind whose gap is 0 or allowed, else the one of least gap; and its
+        start."""
         best, best_start = -1, -1
         for kind in active:
             self.steps_left -= 1
@@ -141,11 +143,11 @@ class Orders:
         return best, best_start
 
     def coarse_first(self) -> list[int]:
-        """All kinds, those of the largest blocks first."""
+        """Return all kinds, those of the largest blocks first."""
         return [kind for kind, _ in self.sorted_runs(lambda kind: (-kind.block, -kind.size))]
 
     def complete(self, shard: int) -> Iterator[KindRuns]:
-        """An order that fits, if there is one: exact, unless the steps run out."""
+        """Return an order that fits, if there is one: exact, unless the steps run out."""
         try:
             runs = _Exact(self, shard).runs()
         except OutOfSteps:
@@ -156,7 +158,7 @@ class Orders:
             yield runs
 
     def beams(self, shard: int) -> Iterator[KindRuns]:
-        """Orders that a beam search finds."""
+        """Return orders that a beam search finds."""
         runs = _beam(self, shard)
         if runs is not None:
             yield runs
@@ -180,7 +182,7 @@ class _Exact:
         self.path: list[int] = []
 
     def runs(self) -> KindRuns | None:
-        """An order that fits, or None when there is none.
+        """Return an order that fits, or None when there is none.
 
         Raises:
             OutOfSteps: The search used up its steps.
@@ -227,7 +229,8 @@ class _Partial(NamedTuple):
 
 
 def _beam(orders: Orders, shard: int) -> KindRuns | None:
-    """A few partial orders at a time, each continued by one run; the most promising are kept.
+    """Return a few partial orders at a time, each continued by one run; the most promising are
+    kept.
 
     The waste that is left to spend is meant for what is hard to place: tensors whose block does not
     divide S, the more the larger the block. A partial order is promising when it wasted less than
@@ -262,7 +265,7 @@ def _beam(orders: Orders, shard: int) -> KindRuns | None:
 def _continued(
     orders: Orders, shard: int, partial: _Partial, kind: int, slack: int
 ) -> Iterator[_Partial]:
-    """The partial order with one more tensor of a kind, and with as many as leave no gap."""
+    """Return the partial order with one more tensor of a kind, and with as many as leave no gap."""
     end, placed, left, runs = partial
     if not left[kind]:
         return
@@ -290,7 +293,7 @@ def _unlinked(link: tuple[object, int, int] | None) -> KindRuns:
 def fewest_group_runs(
     orders: Orders, shard: int, found: KindRuns, groups: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Of some orders that fit, one with the fewest runs of a group; and its starts.
+    """Return, of some orders that fit, one with the fewest runs of a group; and its starts.
 
     Each is also tried with the tensors of a group kept together, and so are the members of a kind.
     """
@@ -326,7 +329,8 @@ def _starts(orders: Orders, shard: int, order: list[int]) -> list[int] | None:
 
 
 def starts_of(cells: Sequence[Cells], shard: int, world_size: int) -> list[int]:
-    """The earliest starts of `cells` in this order; fewer than `cells` when they do not fit."""
+    """Return the earliest starts of `cells` in this order; fewer than `cells` when they do not
+    fit."""
     starts: list[int] = []
     end = 0
     slack = world_size * shard - sum(tensor.size for tensor in cells)  # cells that may stay empty

@@ -22,7 +22,7 @@ PlanSource = str | os.PathLike[str] | Mapping[str, Any]
 
 
 def bucket_to_json(plan: BucketPlan, count: int) -> dict[str, Any]:
-    """A bucket as JSON values; `count` blocks of the model have it."""
+    """Return a bucket as JSON values; `count` blocks of the model have it."""
     params = []
     for param, (which, index) in zip(plan.params, plan.location, strict=True):
         segment = plan.segments[which]
@@ -57,7 +57,7 @@ def bucket_to_json(plan: BucketPlan, count: int) -> dict[str, Any]:
 def planned_bucket(
     source: PlanSource, name: str, params: Sequence[ParamSpec], world_size: int
 ) -> BucketPlan:
-    """The layout that a plan has for the parameters of one `fully_shard` call.
+    """Return the layout that a plan has for the parameters of one `fully_shard` call.
 
     Args:
         source: Path of the JSON, or what `json.load` returned.
@@ -109,7 +109,7 @@ def _load(source: PlanSource) -> tuple[Mapping[str, Any], str]:
 
 @lru_cache(maxsize=4)
 def _parsed(path: Path, modified: int) -> Mapping[str, Any]:
-    """The content of a file; a model of 80 blocks asks 80 times."""
+    """Return the content of a file; a model of 80 blocks asks 80 times."""
     try:
         content = json.loads(path.read_text())
     except ValueError as error:
@@ -158,7 +158,7 @@ def _check_types(values: Any, keys: Mapping[str, type], where: str) -> None:
 
 
 def _difference(bucket: Mapping[str, Any], params: Sequence[ParamSpec], name: str) -> str:
-    """What a bucket of a plan has otherwise than a call; "" if nothing."""
+    """Return what a bucket of a plan has otherwise than a call; "" if nothing."""
     planned = {entry["fqn"]: entry for entry in bucket["params"]}
     for param in params:
         entry = planned.get(param.fqn)
@@ -185,7 +185,7 @@ def _rebuilt(
     world_size: int,
     where: str,
 ) -> BucketPlan:
-    """The plan of a bucket that has the right parameters."""
+    """Return the plan of a bucket that has the right parameters."""
     entries = {entry["fqn"]: entry for entry in bucket["params"]}
     members: list[list[ParamSpec]] = [[] for _ in bucket["segments"]]
     location = []
@@ -256,7 +256,7 @@ def _segment(
 
 
 def _check_cuts(param: ParamSpec, planned: Granule, offset: int, shard: int, where: str) -> None:
-    """Refuses a layout that cuts a parameter where this call does not allow it."""
+    """Refuse a layout that cuts a parameter where this call does not allow it."""
     demanded = stored_granule(param)
     first = (offset // shard + 1) * shard - offset
     for cut in range(first, param.numel, shard):

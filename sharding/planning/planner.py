@@ -94,7 +94,7 @@ class SegmentPlan:
     def ranges(
         self, i: int, start: int = 0, stop: int | None = None
     ) -> tuple[tuple[int, int, int], ...]:
-        """Who holds the elements [start, stop) of tensor i (default: all of them).
+        """Return who holds the elements [start, stop) of tensor i (default: all of them).
 
         Returns:
             (rank, start, stop) by rank, counted from the start of the tensor; no empty ranges.
@@ -120,7 +120,7 @@ def place(
     *,
     align: int = ALIGN,
 ) -> tuple[int, ...] | None:
-    """The earliest legal offsets of tensors in this order, or None when they do not fit.
+    """Return the earliest legal offsets of tensors in this order, or None when they do not fit.
 
     Exact: when this returns None, no offsets in this order are legal for this `shard_numel`.
 
@@ -150,7 +150,7 @@ def lower_bound(
     align: int = ALIGN,
     shard_align: int | None = None,
 ) -> int:
-    """A number of elements that no legal shard is smaller than; the proofs are in bounds.py.
+    """Return a number of elements that no legal shard is smaller than; the proofs are in bounds.py.
 
     Far cheaper than a plan: it tells early that a granularity is too coarse for `world_size`.
 
@@ -175,7 +175,7 @@ def plan_segment(
     align: int = ALIGN,
     shard_align: int | None = None,
 ) -> SegmentPlan:
-    """The layout of least S that the search finds; never fails on legal arguments.
+    """Return the layout of least S that the search finds; never fails on legal arguments.
 
     Depends on the arguments alone (not on names, hash seeds, or the speed of the host), and is
     computed once per signature: sizes, granules, pattern of group keys, world size, alignments.
@@ -206,7 +206,7 @@ def plan_segment(
 def _check(
     tensors: Sequence[TensorSpec], world_size: int, align: int, shard_align: int | None = None
 ) -> int:
-    """How many `align` there are in a `shard_align`."""
+    """Return how many `align` there are in a `shard_align`."""
     if world_size < 1:
         raise ValueError(f"world_size must be >= 1, got {world_size!r}.")
     if align < 1:
@@ -227,7 +227,7 @@ def _check(
 def _solve(
     signature: tuple[tuple[int, Granule, int], ...], world_size: int, align: int, step: int
 ) -> tuple[int, tuple[int, ...], tuple[int, ...], int, str]:
-    """(S, order, offsets, lower bound, proof) in elements."""
+    """Return (S, order, offsets, lower bound, proof) in elements."""
     empty = [i for i, (numel, _, _) in enumerate(signature) if numel == 0]
     kept = [i for i, (numel, _, _) in enumerate(signature) if numel]
     cells = measured_cells([signature[i][:2] for i in kept], align)
@@ -241,7 +241,7 @@ def _solve(
 
 
 def measured_cells(tensors: Iterable[tuple[int, Granule]], align: int) -> list[Cells]:
-    """The cells of tensors; equal tensors share one object."""
+    """Return the cells of tensors; equal tensors share one object."""
     known: dict[tuple[int, Granule], Cells] = {}
     cells = []
     for tensor in tensors:

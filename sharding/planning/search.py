@@ -51,7 +51,7 @@ class Solution:
 def solve(
     cells: Sequence[Cells], groups: Sequence[int], world_size: int, step: int = 1
 ) -> Solution:
-    """Returns the layout of least S that can be found. See [Note: the search].
+    """Return the layout of least S that can be found. See [Note: the search].
 
     Args:
         cells: Of the tensors, none of them empty.
@@ -80,7 +80,7 @@ class _Search:
         self.shard, self.runs, self.proof = self.always, self.orders.natural, ""
 
     def run(self) -> None:
-        """Lowers `shard`, stage by stage."""
+        """Lower `shard`, stage by stage."""
         if self.improve(self.bound, self.orders.simple) or self.improve(
             self.bound, self.orders.made
         ):
@@ -101,7 +101,7 @@ class _Search:
     # -- values of S ------------------------------------------------------------------------------
 
     def improve(self, shard: int, orders: Callable[[int], Iterator[KindRuns]]) -> bool:
-        """Takes over `shard` if one of the orders fits it."""
+        """Take over `shard` if one of the orders fits it."""
         for runs in orders(shard):
             if self.orders.fits(runs, shard):
                 self.shard, self.runs = shard, runs
@@ -112,7 +112,7 @@ class _Search:
     def ascend(
         self, candidates: list[int], orders: Callable[[int], Iterator[KindRuns]], steps: int
     ) -> None:
-        """Takes over the first candidate below the best that some order fits."""
+        """Take over the first candidate below the best that some order fits."""
         stop = self.orders.steps_left - steps
         for shard in candidates:
             if shard >= self.shard or self.orders.steps_left <= stop:
@@ -121,7 +121,7 @@ class _Search:
                 return
 
     def bisect(self, candidates: list[int], orders: Callable[[int], Iterator[KindRuns]]) -> None:
-        """A good value early on: what is below it is looked at later."""
+        """Return a good value early on: what is below it is looked at later."""
         low, high = 0, sum(shard < self.shard for shard in candidates)
         while low < high and self.orders.steps_left > 0:
             middle = (low + high) // 2
@@ -131,7 +131,7 @@ class _Search:
                 low = middle + 1
 
     def bisect_multiples(self) -> None:
-        """The published heuristic, stage 2 of [Note: the search]."""
+        """Return the published heuristic, stage 2 of [Note: the search]."""
         orders = self.orders
         by_size = orders.sorted_runs(lambda kind: (-kind.size, -kind.block))
         by_block = orders.sorted_runs(lambda kind: (-kind.block, -kind.size))
@@ -180,7 +180,7 @@ class _Search:
         return sorted(value for value in admissible if bound < value < self.shard)
 
     def prove(self) -> None:
-        """Tries every admissible S below the best exactly, upward; the first that fits is least."""
+        """Try every admissible S below the best exactly, upward; the first that fits is least."""
         shard = self.bound
         while shard < self.shard:
             if shard not in self.orders.infeasible and self.improve(shard, self.orders.complete):
@@ -192,6 +192,6 @@ class _Search:
 
 
 def _multiples(step: int, least: int, count: int) -> range:
-    """The first `count` multiples of `step` that are not below `least`."""
+    """Return the first `count` multiples of `step` that are not below `least`."""
     first = -(-least // step) * step
     return range(first, first + count * step, step)

@@ -40,7 +40,7 @@ def plan_segments(
     align: int = ALIGN,
     shard_align: int | None = None,
 ) -> tuple[tuple[Members, SegmentPlan], ...]:
-    """The tensors of each segment and its layout. See [Note: segments by granule].
+    """Return the tensors of each segment and its layout. See [Note: segments by granule].
 
     Args:
         tensors: Of one dtype.
@@ -93,7 +93,7 @@ def _partition(
     align: int,
     shard_align: int | None,
 ) -> tuple[Members, ...]:
-    """The tensors of each segment."""
+    """Return the tensors of each segment."""
     everything = tuple(range(len(tensors)))
     single = plan_segment(tensors, world_size, align=align, shard_align=shard_align)
     best = {everything: single}
@@ -110,7 +110,7 @@ def _partition(
 def least_total_shard(
     tensors: Sequence[TensorSpec], world_size: int, *, most: int = MOST_SEGMENTS, align: int = ALIGN
 ) -> int:
-    """A number of elements that the S of all segments together are not below; cheap."""
+    """Return a number of elements that the S of all segments together are not below; cheap."""
     if most == 1:
         return lower_bound(tensors, world_size, align=align)
     cells = measured_cells(
@@ -138,7 +138,7 @@ class _Merging:
         self.plans: dict[Members, SegmentPlan] = {}
 
     def least_padding(self) -> int:
-        """Padding that no number of segments avoids, or less."""
+        """Return padding that no number of segments avoids, or less."""
         numel = sum(tensor.numel for tensor in self.tensors)
         least = least_total_shard(self.tensors, self.world_size, align=self.align)
         return self.world_size * least - numel
@@ -154,7 +154,8 @@ class _Merging:
         return tuple(self.tensors[i] for i in members)
 
     def classes(self) -> list[Members]:
-        """The tensors of each block, by first appearance; the smallest of too many share one."""
+        """Return the tensors of each block, by first appearance; the smallest of too many share
+        one."""
         numels = [(tensor.numel, tensor.granule) for tensor in self.tensors]
         by_block: dict[tuple[int, int], list[int]] = {}
         for i, cells in enumerate(measured_cells(numels, self.align)):
@@ -177,7 +178,7 @@ class _Merging:
         return met
 
     def cheapest_merger(self, current: list[Members]) -> tuple[Members, Members]:
-        """The two segments whose merger costs least; plans only what may be the cheapest."""
+        """Return the two segments whose merger costs least; plans only what may be the cheapest."""
         pairs: list[tuple[int, int, int, Members, Members]] = []
         for one, other in combinations(current, 2):
             apart = self.plan(one).shard_numel + self.plan(other).shard_numel

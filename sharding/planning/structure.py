@@ -50,15 +50,16 @@ class Structure:
     has_units: ClassVar[bool] = False
 
     def granule(self, shape: Shape) -> Granule:
-        """Where a parameter of this shape may be cut while its units stay whole."""
+        """Return where a parameter of this shape may be cut while its units stay whole."""
         raise NotImplementedError
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
-        """What an update needs whole, ascending by start; () when elements or blocks suffice."""
+        """Return what an update needs whole, ascending by start; () when elements or blocks
+        suffice."""
         raise NotImplementedError
 
     def matrices(self, unit_data: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
-        """The matrices of a unit.
+        """Return the matrices of a unit.
 
         Args:
             unit_data: (unit.numel,), the unit's elements as they lie in the flat parameter.
@@ -72,7 +73,7 @@ class Structure:
         return unit_data.view(unit.batch, unit.rows, unit.cols)
 
     def flatten(self, matrices: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
-        """The inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
+        """Return the inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
         return matrices.reshape(unit.numel)
 
 
@@ -86,11 +87,11 @@ class Elementwise(Structure):
     """
 
     def granule(self, shape: Shape) -> Granule:
-        """Every element is a legal cut."""
+        """Return the granule of which every element is a legal cut."""
         return Granule()
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
-        """None."""
+        """Return none."""
         return ()
 
 
@@ -109,16 +110,16 @@ class Blocks(Structure):
     numel: int
 
     def __post_init__(self) -> None:
-        """Checks the attribute."""
+        """Check the attribute."""
         if self.numel < 1:
             raise ValueError(f"Blocks expects numel >= 1, got {self.numel!r}.")
 
     def granule(self, shape: Shape) -> Granule:
-        """Cuts at multiples of the block."""
+        """Return cuts at multiples of the block."""
         return Granule(self.numel)
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
-        """None: blocks restrict the cuts and nothing else."""
+        """Return none: blocks restrict the cuts and nothing else."""
         return ()
 
 
@@ -148,21 +149,21 @@ class RowPanels(Structure):
     has_units: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        """Checks the attributes."""
+        """Check the attributes."""
         if self.rows < 1:
             raise ValueError(f"RowPanels expects rows >= 1, got {self.rows!r}.")
         if self.batch_dims < 0:
             raise ValueError(f"RowPanels expects batch_dims >= 0, got {self.batch_dims!r}.")
 
     def granule(self, shape: Shape) -> Granule:
-        """Cuts between panels."""
+        """Return cuts between panels."""
         _, height, width = self._matrices(shape)
         if not self.batch_dims:
             return Granule(max(1, self.rows * width))
         return Granule(max(1, self.rows * width), restart=max(1, height * width))
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
-        """One unit per panel."""
+        """Return one unit per panel."""
         count, height, width = self._matrices(shape)
         if width == 0:
             return ()
@@ -174,7 +175,7 @@ class RowPanels(Structure):
         )
 
     def _matrices(self, shape: Shape) -> tuple[int, int, int]:
-        """How many matrices, and their rows and columns."""
+        """Return how many matrices, and their rows and columns."""
         batch, matrix = shape[: self.batch_dims], shape[self.batch_dims :]
         if self.batch_dims and not matrix:
             raise ValueError(
@@ -240,14 +241,14 @@ class FullMatrix(Structure):
         object.__setattr__(self, "axes", tuple(sorted(axes.items())))
 
     def __str__(self) -> str:
-        """A plain form for group keys and checkpoints, which `parse` reads."""
+        """Return a plain form for group keys and checkpoints, which `parse` reads."""
         if self.row_splits is not None:
             return f"{self.pattern}; row_splits={','.join(map(str, self.row_splits))}"
         sizes = " ".join(f"{name}={size}" for name, size in self.axes)
         return f"{self.pattern}; {sizes}" if sizes else self.pattern
 
     def __repr__(self) -> str:
-        """The call that makes it."""
+        """Return the call that makes it."""
         arguments = [] if self.pattern == _IDENTITY else [f'"{self.pattern}"']
         if self.row_splits is not None:
             arguments.append(f"row_splits={self.row_splits!r}")
@@ -256,7 +257,7 @@ class FullMatrix(Structure):
 
     @classmethod
     def parse(cls, text: str) -> "FullMatrix":
-        """The structure whose `str` is `text`.
+        """Return the structure whose `str` is `text`.
 
         Raises:
             ValueError: `text` is no such form.
@@ -279,7 +280,7 @@ class FullMatrix(Structure):
         return cls(pattern, row_splits=rows, **axes)
 
     def granule(self, shape: Shape) -> Granule:
-        """Cuts between matrices that are contiguous runs, else none."""
+        """Return cuts between matrices that are contiguous runs, else none."""
         units = self.units(shape)
         if not units:
             return Granule()
@@ -288,7 +289,7 @@ class FullMatrix(Structure):
         return Granule(0, cuts=tuple(unit.start for unit in units[1:]))
 
     def units(self, shape: Shape) -> tuple[Unit, ...]:
-        """One unit per matrix that is a contiguous run, else the whole parameter as one.
+        """Return one unit per matrix that is a contiguous run, else the whole parameter as one.
 
         Raises:
             ValueError: The pattern or the row splits do not fit the shape.
@@ -296,14 +297,14 @@ class FullMatrix(Structure):
         return _read(self, tuple(shape)).units
 
     def matrices(self, unit_data: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
-        """The matrices of a unit; a copy where they are no contiguous runs."""
+        """Return the matrices of a unit; a copy where they are no contiguous runs."""
         layout = _read(self, tuple(shape))
         if not layout.contiguous:
             unit_data = rearrange(unit_data.view(shape), self.pattern, **dict(self.axes))
         return unit_data.reshape(unit.batch, unit.rows, unit.cols).contiguous()
 
     def flatten(self, matrices: torch.Tensor, unit: Unit, shape: Shape) -> torch.Tensor:
-        """The inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
+        """Return the inverse of `matrices`: (unit.batch, unit.rows, unit.cols) to (unit.numel,)."""
         layout = _read(self, tuple(shape))
         if layout.contiguous:
             return matrices.reshape(unit.numel)
@@ -322,7 +323,8 @@ _CURE = (
 
 
 def _read_pattern(pattern: str) -> tuple[list[str], list[str]]:
-    """The axes of both sides; einops checks the rest when the pattern is applied to a shape."""
+    """Return the axes of both sides; einops checks the rest when the pattern is applied to a
+    shape."""
     left, arrow, right = pattern.partition("->")
     if not arrow or _AXIS.sub("", f"{left} {right}").strip():
         raise ValueError(f"expected an einops pattern 'axes -> batch rows cols', got {pattern!r}.")
@@ -339,7 +341,7 @@ def _read_pattern(pattern: str) -> tuple[list[str], list[str]]:
 
 
 def _names(axes: list[str]) -> list[str]:
-    """The names in axes: q and h for "(q h)", none for "1"."""
+    """Return the names in axes: q and h for "(q h)", none for "1"."""
     return [name for axis in axes for name in axis.strip("()").split() if name != "1"]
 
 
@@ -396,7 +398,7 @@ def _read(structure: FullMatrix, shape: Shape) -> _Reading:
 
 
 def _matrix_shape(structure: FullMatrix, shape: Shape) -> Shape:
-    """What the pattern makes of `shape`, or an error that says why it cannot."""
+    """Return what the pattern makes of `shape`, or an error that says why it cannot."""
     try:
         matrices = rearrange(
             torch.empty(shape, device="meta"), structure.pattern, **dict(structure.axes)
@@ -430,7 +432,7 @@ def _row_ranges(structure: FullMatrix, row_splits: Shape, shape: Shape) -> tuple
 
 
 def _is_run(names: list[str], sizes: dict[str, int], strides: dict[str, int]) -> bool:
-    """Whether these axes, outermost first, walk over consecutive elements."""
+    """Return whether these axes, outermost first, walk over consecutive elements."""
     expected = 1
     for name in reversed(names):
         if sizes[name] != 1 and strides[name] != expected:
@@ -458,7 +460,7 @@ class Demand:
     by: str
 
     def __post_init__(self) -> None:
-        """Checks the attributes."""
+        """Check the attributes."""
         if self.when not in ("stored", "step"):
             raise ValueError(f"Demand expects when='stored' or 'step', got {self.when!r}.")
 
@@ -469,13 +471,13 @@ class DeclaresStructure(Protocol):
     param_groups: list[dict[str, Any]]
 
     def group_of(self, param: torch.Tensor) -> int | None:
-        """The number of the group that has this very parameter; None if none has."""
+        """Return the number of the group that has this very parameter; None if none has."""
         ...
 
     def demands(self, param: torch.Tensor) -> tuple[Demand, ...]:
-        """What the optimizer needs of one of its parameters."""
+        """Return what the optimizer needs of one of its parameters."""
         ...
 
     def rebind(self, sharded: Mapping[torch.Tensor, torch.Tensor]) -> None:
-        """Puts sharded parameters in the place of those they were made from, in all groups."""
+        """Put sharded parameters in the place of those they were made from, in all groups."""
         ...

@@ -19,7 +19,7 @@ class GradientHooks(DTensor):
     """A DTensor that, as a parameter, takes no hooks which autograd would have to call."""
 
     def register_hook(self, hook: Callable[[Tensor], Tensor | None]) -> Any:
-        """As torch's, for what is computed from parameters.
+        """Do as torch's, for what is computed from parameters.
 
         Raises:
             NotImplementedError: This is a parameter.
@@ -29,7 +29,7 @@ class GradientHooks(DTensor):
         return super().register_hook(hook)
 
     def view_as(self, other: Tensor) -> Tensor:
-        """As torch's.
+        """Do as torch's.
 
         Raises:
             NotImplementedError: Both are one parameter, which is how hooks of its node are placed.
@@ -39,7 +39,7 @@ class GradientHooks(DTensor):
         return super().view_as(other)
 
     def expand_as(self, other: Tensor) -> Tensor:
-        """As torch's.
+        """Do as torch's.
 
         Raises:
             NotImplementedError: Both are one parameter, which is how hooks of its node are placed.

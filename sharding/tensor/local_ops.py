@@ -46,7 +46,7 @@ CURE = (
 
 
 def wrap(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
-    """A `cls` over `local`, laid out as `spec` says; takes the dtype of `local`."""
+    """Return a `cls` over `local`, laid out as `spec` says; takes the dtype of `local`."""
     meta = spec.tensor_meta
     if meta is None:
         raise RuntimeError(f"expected a spec with a shape, got {spec!r}")
@@ -58,12 +58,12 @@ def wrap(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def refusal(func: OpOverload, why: str) -> NotImplementedError:
-    """The error for an op that has no right answer here; names the op and what to call."""
+    """Return the error for an op that has no right answer here; names the op and what to call."""
     return NotImplementedError(f"{func}: {why}. {CURE}")
 
 
 def describe(x: DTensor) -> str:
-    """A RaggedDTensor in the words of an error."""
+    """Return a RaggedDTensor in the words of an error."""
     return f"a tensor of shape {tuple(x.shape)} placed as {x._spec.placements[-1]!r}"
 
 
@@ -71,7 +71,7 @@ def describe(x: DTensor) -> str:
 
 
 def _check_alike(func: OpOverload, x: DTensor, y: DTensor) -> None:
-    """Raises unless two tensors have the same mesh, placement and shape."""
+    """Raise unless two tensors have the same mesh, placement and shape."""
     a, b = x._spec, y._spec
     if a is b:
         return
@@ -84,13 +84,13 @@ def _check_alike(func: OpOverload, x: DTensor, y: DTensor) -> None:
 
 
 def bounds_of(spec: DTensorSpec) -> tuple[int, int]:
-    """This rank's range `(start, stop)` of the flattened tensor."""
+    """Return this rank's range `(start, stop)` of the flattened tensor."""
     placement = cast(RaggedShard, spec.placements[-1])
     return placement.bounds(shard_rank(spec.mesh), math.prod(spec.shape))
 
 
 def own_range(spec: DTensorSpec, full: Tensor) -> Tensor:
-    """This rank's elements of a plain tensor that broadcasts to the shape; (n_local,)."""
+    """Return this rank's elements of a plain tensor that broadcasts to the shape; (n_local,)."""
     start, stop = bounds_of(spec)
     if _repeats_one(full):
         return full[(0,) * full.dim()].expand(stop - start)
@@ -105,20 +105,20 @@ def own_range(spec: DTensorSpec, full: Tensor) -> Tensor:
 
 
 def _repeats_one(x: Tensor) -> bool:
-    """Whether all elements of a tensor are one in memory: a scalar, whatever its shape."""
+    """Return whether all elements of a tensor are one in memory: a scalar, whatever its shape."""
     return x.numel() > 0 and all(
         size == 1 or stride == 0 for size, stride in zip(x.shape, x.stride(), strict=True)
     )
 
 
 def _broadcasts(other: Tensor, x: DTensor) -> bool:
-    """Whether a tensor beside `x` leaves the shape of `x` as it is."""
+    """Return whether a tensor beside `x` leaves the shape of `x` as it is."""
     sizes = zip(reversed(other.shape), reversed(x.shape), strict=False)
     return other.dim() <= x.dim() and all(n in (1, size) for n, size in sizes)
 
 
 def _plain_operand(func: OpOverload, x: DTensor, other: Tensor) -> Tensor:
-    """The local tensor to use for `other`, an argument beside the RaggedDTensor `x`."""
+    """Return the local tensor to use for `other`, an argument beside the RaggedDTensor `x`."""
     if isinstance(other, DTensor):
         if not all(isinstance(placement, Replicate) for placement in other.placements):
             raise refusal(func, f"expected a replicated scalar, got {other.placements!r}")
@@ -140,7 +140,8 @@ def _plain_operand(func: OpOverload, x: DTensor, other: Tensor) -> Tensor:
 def unwrap(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[DTensor, list[Any], dict[str, Any]]:
-    """The first RaggedDTensor, and the arguments with local tensors in place of all of them."""
+    """Return the first RaggedDTensor, and the arguments with local tensors in place of all of
+    them."""
     x = next(arg for arg in (*args, *kwargs.values()) if isinstance(arg, cls))
 
     def local(arg: object) -> object:
@@ -208,14 +209,15 @@ def _expand(
 def _alias(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """The same piece, the very object: it counts the in-place changes that all aliases make."""
+    """Return the same piece, the very object: it counts the in-place changes that all aliases
+    make."""
     return wrap(cls, args[0]._local_tensor, args[0]._spec)
 
 
 def _view(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """Views that keep the order of the elements: the cuts of the flattened tensor stay."""
+    """Return views that keep the order of the elements: the cuts of the flattened tensor stay."""
     x = args[0]
     # The shape, and for one that does not fit the error, are those of torch.
     shape = func(torch.empty(x.shape, device="meta"), *args[1:], **kwargs).shape
@@ -230,7 +232,8 @@ def _view(
 
 
 def _rows(x: DTensor, first: int, rows: int, shape: Sequence[int]) -> tuple[Tensor, DTensorSpec]:
-    """`rows` slices along the first dim from the `first` on, as a tensor of `shape`; views."""
+    """Return `rows` slices along the first dim from the `first` on, as a tensor of `shape`;
+    views."""
     mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
     numel = math.prod(x.shape[1:])
     first, stop_at = first * numel, (first + rows) * numel
@@ -249,7 +252,8 @@ def _rows(x: DTensor, first: int, rows: int, shape: Sequence[int]) -> tuple[Tens
 def _select(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """`x[i]`: a slice along the first dim is a run of the flattened tensor; a view of the piece."""
+    """Return `x[i]`: a slice along the first dim is a run of the flattened tensor; a view of the
+    piece."""
     x, dim, index = args
     if x.dim() == 0 or dim not in (0, -x.dim()):
         raise refusal(func, f"expected an index of the first dim of {describe(x)}, got dim {dim}")
@@ -262,7 +266,7 @@ def _select(
 def _slice(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """`x[a:b]` along the first dim, as `x[i]`."""
+    """Return `x[a:b]` along the first dim, as `x[i]`."""
     given: list[Any] = list(args)
     x, dim, start, stop, step = given + [0, None, None, 1][len(given) - 1 :]
     if x.dim() == 0 or dim not in (0, -x.dim()) or step != 1:
@@ -277,7 +281,7 @@ def _slice(
 def _new(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """`new_zeros` and its kin, for the tensor's own shape only."""
+    """Run `new_zeros` and its kin, for the tensor's own shape only."""
     x, shape, *rest = args
     if tuple(shape) != tuple(x.shape):
         raise refusal(func, f"expected the shape {tuple(x.shape)} of the tensor, got {shape!r}")
@@ -292,7 +296,8 @@ def _new(
 def _copy(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """`copy_`, also from a plain tensor of the full shape: a rank copies its own range of it."""
+    """Run `copy_`, also from a plain tensor of the full shape: a rank copies its own range of
+    it."""
     target, source, *rest = args
     if not isinstance(target, cls) or isinstance(source, cls) or source.dim() == 0:
         return _in_place(cls, func, args, kwargs)
@@ -309,7 +314,7 @@ def _copy(
 def _on_first(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> object:
-    """Queries and bookkeeping of one tensor's memory, such as `is_pinned`."""
+    """Answer queries and keep books of one tensor's memory, such as `is_pinned`."""
     return func(args[0]._local_tensor, *args[1:], **kwargs)
 
 
@@ -329,7 +334,8 @@ def _is_tensor_list(arg: object) -> bool:
 def _local_lists(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Any]:
-    """The arguments with local tensors in place of RaggedDTensors, checked position by position."""
+    """Return the arguments with local tensors in place of RaggedDTensors, checked position by
+    position."""
     first = next(arg for arg in args if _is_tensor_list(arg))
 
     def local(i: int, x: Tensor, y: Tensor) -> Tensor:
@@ -401,7 +407,7 @@ _FUSED_OVERLOADS = "default tensor_lr"
 
 
 def overloads_of(names: Iterable[str], overloads: str) -> list[OpOverload]:
-    """The listed overloads that this torch has."""
+    """Return the listed overloads that this torch has."""
     return [
         getattr(getattr(aten, name), overload)
         for name in names

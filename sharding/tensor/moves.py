@@ -20,7 +20,7 @@ Tiling = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank 
 
 
 def chunks(rows: int, world_size: int) -> Tiling:
-    """The rows of every rank under `Shard(0)`, which cuts as `torch.chunk` does."""
+    """Return the rows of every rank under `Shard(0)`, which cuts as `torch.chunk` does."""
     chunk = -(-rows // world_size)
     cuts = [min(rank * chunk, rows) for rank in range(world_size + 1)]
     return list(itertools.pairwise(cuts))
@@ -30,7 +30,7 @@ def chunks(rows: int, world_size: int) -> Tiling:
 
 
 def gather(local: Tensor, bounds: Tiling, mesh: DeviceMesh) -> Tensor:
-    """All elements on every rank, from pieces at `bounds`; (numel,)."""
+    """Return all elements on every rank, from pieces at `bounds`; (numel,)."""
     group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
     sizes = [stop - start for start, stop in bounds]
     full = local.new_empty(sum(sizes))
@@ -63,7 +63,8 @@ def gather(local: Tensor, bounds: Tiling, mesh: DeviceMesh) -> Tensor:
 
 
 def exchange(local: Tensor, source: Tiling, target: Tiling, mesh: DeviceMesh) -> Tensor:
-    """This rank's elements at `target`, from pieces at `source`; by one uneven all-to-all."""
+    """Return this rank's elements at `target`, from pieces at `source`; by one uneven
+    all-to-all."""
 
     def overlaps(own: tuple[int, int], others: Tiling) -> list[int]:
         return [max(0, min(own[1], stop) - max(own[0], start)) for start, stop in others]

@@ -52,7 +52,7 @@ class RaggedShard(Placement):
     def __init__(
         self, dims: Iterable[int], local_units: Iterable[int], unit_numel: int = 1
     ) -> None:
-        """Checks and encodes the counts."""
+        """Check and encode the counts."""
         # The C++ base crashes the process on first use when its own __init__ was skipped.
         super().__init__()
         runs = tuple((int(units), sum(1 for _ in ranks)) for units, ranks in groupby(local_units))
@@ -68,7 +68,8 @@ class RaggedShard(Placement):
         world_size: int,
         unit_numel: int = 1,
     ) -> RaggedShard:
-        """The placement of a tensor in a flat buffer that is cut every `shard_numel` elements.
+        """Return the placement of a tensor in a flat buffer that is cut every `shard_numel`
+        elements.
 
         Args:
             ndim: Dims of the tensor; all are flattened.
@@ -156,7 +157,7 @@ class RaggedShard(Placement):
         return sum(ranks for _, ranks in self._runs)
 
     def check_shape(self, shape: Sequence[int]) -> None:
-        """Checks that this placement describes a tensor of `shape`.
+        """Check that this placement describes a tensor of `shape`.
 
         Raises:
             ValueError: The units of all ranks do not add up to the tensor, there are more dims than
@@ -177,11 +178,12 @@ class RaggedShard(Placement):
             )
 
     def flattening(self, ndim: int) -> RaggedShard:
-        """The same cuts of the same elements for a tensor of `ndim` dims, all flattened."""
+        """Return the same cuts of the same elements for a tensor of `ndim` dims, all flattened."""
         return RaggedShard._from_runs(tuple(range(ndim)), self._runs, self._unit_numel)
 
     def bounds(self, rank: int, numel: int) -> tuple[int, int]:
-        """The flat element range `(start, stop)` that `rank` holds of a tensor of `numel` elements.
+        """Return the flat element range `(start, stop)` that `rank` holds of a tensor of `numel`
+        elements.
 
         Raises:
             IndexError: There is no such rank.
@@ -197,7 +199,7 @@ class RaggedShard(Placement):
         raise IndexError(f"expected a rank below {first_rank}, got {rank!r}")
 
     def all_bounds(self, numel: int) -> list[tuple[int, int]]:
-        """The flat element range of every rank; they tile `[0, numel)` in rank order."""
+        """Return the flat element range of every rank; they tile `[0, numel)` in rank order."""
         bounds = []
         start = 0
         for units in self.local_units:
@@ -207,11 +209,13 @@ class RaggedShard(Placement):
         return bounds
 
     def ranges(self, numel: int) -> RankRanges:
-        """The same as `all_bounds`, worked out when it is looked at: small at any world size."""
+        """Return the same as `all_bounds`, worked out when it is looked at: small at any world
+        size."""
         return RankRanges(self, numel)
 
     def runs_of_blocks(self, numel: int, block: int) -> RankRuns | None:
-        """How many blocks each rank holds of a tensor of `numel` elements, as (blocks, ranks).
+        """Return how many blocks each rank holds of a tensor of `numel` elements, as (blocks,
+        ranks).
 
         Blocks of `block` elements are counted from the first element; the last may be shorter. None
         where a cut falls inside a block.
@@ -232,7 +236,7 @@ class RaggedShard(Placement):
         return tuple(runs)
 
     def __eq__(self, other: object) -> bool:
-        """Same dims, same units on every rank, same size of a unit."""
+        """Return whether dims, units on every rank and the size of a unit are the same."""
         if self is other:
             return True
         if not isinstance(other, RaggedShard):
@@ -245,11 +249,11 @@ class RaggedShard(Placement):
         )
 
     def __hash__(self) -> int:
-        """Computed once."""
+        """Return the hash, computed once."""
         return self._hash
 
     def __repr__(self) -> str:
-        """A Python expression for this placement, short at any number of ranks."""
+        """Return a Python expression for this placement, short at any number of ranks."""
         if self.world_size <= _REPR_RANKS:
             units = repr(self.local_units)
         else:
@@ -259,7 +263,8 @@ class RaggedShard(Placement):
         return f"RaggedShard(dims={self._dims}, local_units={units}, unit_numel={self._unit_numel})"
 
     def __format__(self, spec: str) -> str:
-        """What the errors of torch's DTensor show, which know no such placement: with the cure."""
+        """Return what the errors of torch's DTensor show, which know no such placement: with the
+        cure."""
         return (
             f"{self!r} (which only a RaggedDTensor is cut by: write a full tensor with "
             f"parameter.copy_(full), make a sharded one with torch.empty_like(parameter)"
@@ -267,7 +272,7 @@ class RaggedShard(Placement):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickles the runs; the C++ base cannot be pickled by itself."""
+        """Pickle the runs; the C++ base cannot be pickled by itself."""
         return placement_from_runs, (self._dims, self._runs, self._unit_numel)
 
 
@@ -284,7 +289,7 @@ class RankRanges(Sequence[tuple[int, int]]):
     numel: int
 
     def __len__(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.placement.world_size
 
     @overload
@@ -292,14 +297,15 @@ class RankRanges(Sequence[tuple[int, int]]):
     @overload
     def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
     def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
-        """The range of a rank, or of some."""
+        """Return the range of a rank, or of some."""
         if isinstance(rank, slice):
             return [self[i] for i in range(*rank.indices(len(self)))]
         return self.placement.bounds(rank + len(self) if rank < 0 else rank, self.numel)
 
 
 def placement_from_runs(dims: tuple[int, ...], runs: RankRuns, unit_numel: int) -> RaggedShard:
-    """What a pickled RaggedShard is made by; a function, so that `weights_only` may call it."""
+    """Return what a pickled RaggedShard is made by; a function, so that `weights_only` may call
+    it."""
     return RaggedShard._from_runs(dims, runs, unit_numel)
 
 
@@ -324,7 +330,7 @@ class Box:
 
 
 def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
-    """Tiles the flat range `[start, stop)` of a row-major tensor with hyper-rectangles.
+    """Tile the flat range `[start, stop)` of a row-major tensor with hyper-rectangles.
 
     At most `2 * ndim - 1` boxes, in flat order: a partial slice at each end of every dim but the
     last, and one run of whole slices between them. A 0-D tensor has one box without dims; an empty
@@ -348,7 +354,7 @@ def boxes(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
 def _tile(
     start: int, stop: int, shape: tuple[int, ...], prefix: tuple[int, ...], flat_start: int
 ) -> Iterator[Box]:
-    """Tiles `[start, stop)` of the slice at index `prefix`; `flat_start` is where `start` lies."""
+    """Tile `[start, stop)` of the slice at index `prefix`; `flat_start` is where `start` lies."""
     if start == stop:
         return
     ones = (1,) * len(prefix)

@@ -89,7 +89,7 @@ class RaggedDTensor(GradientHooks):
         *,
         requires_grad: bool = False,
     ) -> RaggedDTensor:
-        """Wraps this rank's piece; copies and communicates nothing.
+        """Wrap this rank's piece; copy and communicate nothing.
 
         Args:
             local: (n,) contiguous, this rank's range of the flattened tensor. Not differentiated.
@@ -129,7 +129,7 @@ class RaggedDTensor(GradientHooks):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Runs `func` on the pieces. See [Note: allow-list] in ragged_ops.py.
+        """Run `func` on the pieces. See [Note: allow-list] in ragged_ops.py.
 
         Raises:
             NotImplementedError: The op is not in the list, or its arguments are not cut alike.
@@ -172,7 +172,7 @@ class RaggedDTensor(GradientHooks):
         return self.placement.bounds(shard_rank(self._spec.mesh), self.numel())
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """This rank's flat 1-D piece, differentiable where this tensor is; not a copy.
+        """Return this rank's flat 1-D piece, differentiable where this tensor is; not a copy.
 
         Raises:
             NotImplementedError: `grad_placements` ask for gradients that are placed otherwise.
@@ -186,7 +186,7 @@ class RaggedDTensor(GradientHooks):
         return self._local_tensor
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> Tensor:
-        """The full tensor on every rank, a copy; differentiable. A collective.
+        """Return the full tensor on every rank, a copy; differentiable. A collective.
 
         The gradient is taken to be the same on all ranks, as torch's DTensor does.
 
@@ -209,7 +209,7 @@ class RaggedDTensor(GradientHooks):
         forward_dtype: torch.dtype | None = None,
         backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
-        """The same tensor in another layout of the same mesh; differentiable. A collective.
+        """Return the same tensor in another layout of the same mesh; differentiable. A collective.
 
         Args:
             device_mesh: None, or the mesh of this tensor.
@@ -265,14 +265,15 @@ class RaggedDTensor(GradientHooks):
         )
 
     def _on_shard_axis(self, placements: Sequence[Placement] | None) -> Placement | None:
-        """What `placements` ask for on the shard axis; None if they would not keep replicas."""
+        """Return what `placements` ask for on the shard axis; None if they would not keep
+        replicas."""
         given = tuple(placements or ())
         if len(given) != len(self.placements) or given[:-1] != self.placements[:-1]:
             return None
         return given[-1]
 
     def data_ptr(self) -> int:
-        """0: the tensor has no memory of its own, its piece has (`to_local().data_ptr()`)."""
+        """Return 0: it has no memory of its own, its piece has (`to_local().data_ptr()`)."""
         # torch's method returns the byte offset of the piece in its buffer; where that is not 0,
         # pickling and deepcopy take it for an address.
         return 0
@@ -303,13 +304,14 @@ class RaggedDTensor(GradientHooks):
         raise RuntimeError(f"tolist(): {_NO_MEMORY}")
 
     def share_memory_(self) -> RaggedDTensor:
-        """Moves the storage of the local piece to shared memory, in place."""
+        """Move the storage of the local piece to shared memory, in place."""
         # torch's method crashes the process on a tensor that has no memory of its own.
         self._local_tensor.share_memory_()
         return self
 
     def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
-        """What this rank saves: one item per box of its range, none when it holds nothing."""
+        """Return what this rank saves: one item per box of its range, none when it holds
+        nothing."""
         properties = TensorProperties.create_from_tensor(self._local_tensor)
         return [
             WriteItem(
@@ -321,14 +323,14 @@ class RaggedDTensor(GradientHooks):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """The boxes of this rank's range, from the layout alone."""
+        """Return the boxes of this rank's range, from the layout alone."""
         return [
             ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
             for box in self._boxes()
         ]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """The view of the local tensor that is the box at `index.offset`.
+        """Return the view of the local tensor that is the box at `index.offset`.
 
         Raises:
             ValueError: This rank has no box there.
@@ -358,7 +360,7 @@ class RaggedDTensor(GradientHooks):
         return alone.__reduce_ex__(proto)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """The layout and this rank's piece; communicates nothing."""
+        """Return the layout and this rank's piece; communicates nothing."""
         return (
             f"RaggedDTensor(shape={tuple(self.shape)}, placement={self.placement!r}, "
             f"local_tensor={self._local_tensor!r})"
@@ -371,7 +373,7 @@ class RaggedDTensor(GradientHooks):
         outer_size: torch.Size,
         outer_stride: tuple[int, ...],
     ) -> RaggedDTensor:
-        """Rebuilds the class, where torch's own method would make a plain DTensor of the piece."""
+        """Rebuild the class, where torch's own method would make a plain DTensor of the piece."""
         placements, meta, _, requires_grad = flatten_spec
         meta = TensorMeta(outer_size, outer_stride, meta.dtype)
         spec = DTensorSpec(inner_tensors["device_mesh"], placements, tensor_meta=meta)
@@ -385,7 +387,7 @@ torch.serialization.add_safe_globals([RaggedDTensor, RaggedShard, placement_from
 def distribute_ragged(
     full: Tensor, mesh: DeviceMesh, placement: RaggedShard, *, requires_grad: bool = False
 ) -> RaggedDTensor:
-    """A RaggedDTensor with this rank's range of `full`, copied; communicates nothing.
+    """Return a RaggedDTensor with this rank's range of `full`, copied; communicates nothing.
 
     Args:
         full: The full tensor, the same on all ranks.

@@ -30,7 +30,7 @@ _NAMES = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_
 def _draw(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> DTensor:
-    """Fills the tensor from this rank's generator; see [Note: random numbers]."""
+    """Fill the tensor from this rank's generator; see [Note: random numbers]."""
     target, *rest = args
     others = [arg for arg in (*rest, *kwargs.values()) if isinstance(arg, Tensor)]
     if not isinstance(target, cls) or any(isinstance(arg, DTensor) for arg in others):

@@ -62,7 +62,7 @@ Combine = Callable[[OpOverload, "_Terms", dict[str, Any]], Tensor]
 
 
 def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -> Tensor:
-    """Reduces over the pieces of one replica; leaves `values` as they are."""
+    """Reduce over the pieces of one replica; leave `values` as they are."""
     # Values of a model that is offloaded to the CPU travel through the mesh's device.
     reduced = values.to(mesh.device_type, copy=True)
     dist.all_reduce(reduced, op, group=shard_group(mesh))
@@ -70,7 +70,7 @@ def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -
 
 
 def _extreme(values: Tensor, *, largest: bool, mesh: DeviceMesh) -> Tensor:
-    """The largest or smallest over ranks of each of n float64 values; any NaN gives NaN.
+    """Return the largest or smallest over ranks of each of n float64 values; any NaN gives NaN.
 
     NaNs travel as flags: whether a backend's MAX keeps them depends on the order of the ranks.
     """
@@ -82,7 +82,7 @@ def _extreme(values: Tensor, *, largest: bool, mesh: DeviceMesh) -> Tensor:
 
 
 def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, defaults filled in."""
+    """Return all arguments by name, defaults filled in."""
     by_name = {arg.name: arg.default_value for arg in func._schema.arguments}
     by_name.update(zip(by_name, args, strict=False))
     by_name.update(kwargs)
@@ -90,7 +90,7 @@ def _arguments(func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _dims(x: DTensor, dim: int | Iterable[int] | None) -> tuple[int, ...]:
-    """The dims to reduce, as torch reads them: none given are all."""
+    """Return the dims to reduce, as torch reads them: none given are all."""
     given = () if dim is None else (dim,) if isinstance(dim, int) else tuple(dim)
     ndim = max(x.dim(), 1)
     for d in given:
@@ -139,19 +139,19 @@ class _Terms:
         combine: Callable[[Tensor, Tensor], Tensor],
         dtype: torch.dtype,
     ) -> Tensor:
-        """This rank's part of the result, `nothing` where it has none."""
+        """Return this rank's part of the result, `nothing` where it has none."""
         result = self.x._local_tensor.new_full(self.shape, nothing, dtype=dtype)
         for box, where in self.boxes:
             result[where] = combine(result[where], reduce(box, where).to(dtype))
         return result
 
     def total(self, reduce: Reduce, dtype: torch.dtype = torch.float64) -> Tensor:
-        """The sum over ranks of what `reduce` makes of their boxes."""
+        """Return the sum over ranks of what `reduce` makes of their boxes."""
         own = self.fold(0, reduce, torch.add, dtype)
         return _all_reduce(own, dist.ReduceOp.SUM, self.x.device_mesh)
 
     def extreme(self, reduce: Reduce, *, largest: bool) -> Tensor:
-        """The largest or smallest over ranks, float64; any NaN gives NaN."""
+        """Return the largest or smallest over ranks, float64; any NaN gives NaN."""
         nothing, better = (-math.inf, torch.maximum) if largest else (math.inf, torch.minimum)
         own = self.fold(nothing, reduce, better, torch.float64)
         best = _extreme(own.view(-1), largest=largest, mesh=self.x.device_mesh)
@@ -178,7 +178,7 @@ def _terms(x: DTensor, dims: tuple[int, ...]) -> _Terms:
 
 
 def _reduction(combine: Combine) -> Handler:
-    """A handler that reduces over the dims that the op is given."""
+    """Return a handler that reduces over the dims that the op is given."""
 
     def handler(
         cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
@@ -234,14 +234,14 @@ def _keep_gradient_sharded(x: DTensor) -> None:
 
 
 def _accumulator(dtype: torch.dtype) -> torch.dtype:
-    """What a rank accumulates its own piece in; ranks are combined in float64 or int64."""
+    """Return what a rank accumulates its own piece in; ranks are combined in float64 or int64."""
     if dtype.is_floating_point:
         return torch.float64 if dtype == torch.float64 else torch.float32
     return torch.int64
 
 
 def _sum_boxes(terms: _Terms, dtype: torch.dtype) -> Tensor:
-    """Sums over all ranks, float64 or int64."""
+    """Sum over all ranks, float64 or int64."""
     accumulator = _accumulator(dtype)
     return terms.total(
         lambda box, where: box.sum(terms.dims, keepdim=True, dtype=accumulator),
@@ -269,7 +269,7 @@ def _count_nonzero(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -
 
 
 def _variance(*, root: bool) -> Combine:
-    """`var` and `std`: the mean first, by a collective of its own, so that nothing cancels."""
+    """Reduce as `var` and `std` do: the mean first, by one of its own, so nothing cancels."""
 
     def combine(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
         dtype = terms.x.dtype
@@ -316,7 +316,7 @@ def _largest_or_smallest(*, largest: bool) -> Combine:
 
 
 def _of_nothing(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
-    """What torch makes of an empty tensor: nothing, or an error that all ranks raise."""
+    """Return what torch makes of an empty tensor: nothing, or an error that all ranks raise."""
     others = {name: value for name, value in arguments.items() if name != "self"}
     empty = terms.x._local_tensor.new_empty(terms.x.shape)
     return cast(Tensor, func(empty, **others)).view(terms.shape)
@@ -342,7 +342,7 @@ def _any_or_all(*, any_of: bool) -> Combine:
 def _equal(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> bool:
-    """`equal` and `allclose`: true when it is on every rank."""
+    """Compare as `equal` and `allclose` do: true when it is on every rank."""
     if not all(isinstance(arg, cls) for arg in args[:2]):
         raise refusal(func, f"expected two tensors cut alike, got {list(map(type, args[:2]))}")
     x, local_args, local_kwargs = unwrap(cls, func, args, kwargs)
@@ -351,7 +351,7 @@ def _equal(
 
 
 def _norms(func: OpOverload, tensors: Sequence[DTensor], order: float) -> Tensor:
-    """Norms of n tensors on one mesh and device, the same on all ranks, by one collective.
+    """Return norms of n tensors on one mesh and device, the same on all ranks, by one collective.
 
     Returns:
         (n,) float64. See [Note: norms].
@@ -408,7 +408,7 @@ def _vector_norm(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> 
 def _foreach_norm(
     cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[Tensor]:
-    """One packed collective per mesh for the whole list; other tensors are left to torch."""
+    """Run one packed collective per mesh for the whole list; other tensors are left to torch."""
     arguments = _arguments(func, args, kwargs)
     tensors: Sequence[Tensor] = arguments["self"]
     order, dtype = float(arguments["ord"]), arguments["dtype"]

@@ -18,7 +18,7 @@ from sharding.transport.collectives import all_gather_flat
 def check_same_on_all_ranks(
     text: str, group: dist.ProcessGroup | Sequence[dist.ProcessGroup], what: str
 ) -> None:
-    """Proves that `text` is the same on every rank of `group`.
+    """Prove that `text` is the same on every rank of `group`.
 
     One small all-gather of digests; only when they differ do the texts travel. Does nothing under
     the fake backend, where no other rank exists.

@@ -15,22 +15,22 @@ from torch.distributed.tensor.placement_types import Placement
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that hold one replica together, in the order of their pieces."""
+    """Return the ranks that hold one replica together, in the order of their pieces."""
     return mesh.get_group(mesh.ndim - 1)
 
 
 def shard_rank(mesh: DeviceMesh) -> int:
-    """The place of this rank in its `shard_group`: which piece of a tensor it holds."""
+    """Return the place of this rank in its `shard_group`: which piece of a tensor it holds."""
     return mesh.get_local_rank(mesh.ndim - 1)
 
 
 def shard_size(mesh: DeviceMesh) -> int:
-    """The number of pieces that a tensor is cut into."""
+    """Return the number of pieces that a tensor is cut into."""
     return mesh.size(mesh.ndim - 1)
 
 
 def part_of_shard_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup:
-    """The group of `ranks` consecutive ranks of the shard axis that this one is in.
+    """Return the group of `ranks` consecutive ranks of the shard axis that this one is in.
 
     Made once for each size, a collective of its ranks; of the same backends as the shard group.
     """
@@ -53,21 +53,22 @@ _parts: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[int, dist.ProcessGroup
 
 
 def replicate_group(mesh: DeviceMesh) -> dist.ProcessGroup | None:
-    """The ranks that hold the same piece as this one; None on a 1-D mesh."""
+    """Return the ranks that hold the same piece as this one; None on a 1-D mesh."""
     return None if mesh.ndim == 1 else mesh.get_group(0)
 
 
 def replicate_rank(mesh: DeviceMesh) -> int:
-    """The place of this rank in its `replicate_group`; 0 on a 1-D mesh."""
+    """Return the place of this rank in its `replicate_group`; 0 on a 1-D mesh."""
     return 0 if mesh.ndim == 1 else mesh.get_local_rank(0)
 
 
 def groups_of(mesh: DeviceMesh) -> tuple[dist.ProcessGroup, ...]:
-    """The group of each axis, the shard axis first: one after the other they reach all ranks."""
+    """Return the group of each axis, the shard axis first: one after the other they reach all
+    ranks."""
     replicas = replicate_group(mesh)
     return (shard_group(mesh),) if replicas is None else (shard_group(mesh), replicas)
 
 
 def placements_on(mesh: DeviceMesh, placement: Placement) -> tuple[Placement, ...]:
-    """One placement for each dim of the mesh: `placement` on the shard axis."""
+    """Return one placement for each dim of the mesh: `placement` on the shard axis."""
     return (*(Replicate() for _ in range(mesh.ndim - 1)), placement)

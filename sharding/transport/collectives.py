@@ -50,12 +50,12 @@ _tags: weakref.WeakKeyDictionary[dist.ProcessGroup, Iterator[int]] = weakref.Wea
 
 
 def next_tag(group: dist.ProcessGroup) -> int:
-    """A tag that no earlier caller of this group has; see [Note: two transports]."""
+    """Return a tag that no earlier caller of this group has; see [Note: two transports]."""
     return next(_tags.setdefault(group, itertools.count(1)))
 
 
 def is_pairwise(backend: str, world_size: int) -> bool:
-    """Whether ranks exchange slots in pairs; see [Note: two transports]."""
+    """Return whether ranks exchange slots in pairs; see [Note: two transports]."""
     return backend == "gloo" and 1 < world_size <= PAIRWISE_MAX_RANKS
 
 
@@ -63,7 +63,7 @@ class Waitable(Protocol):
     """A handle of torch.distributed, or of several coalesced calls."""
 
     def wait(self) -> object:
-        """Completes what it stands for."""
+        """Complete what it stands for."""
 
 
 class Pending:
@@ -76,7 +76,7 @@ class Pending:
         self._tensors = tensors
 
     def wait(self, what: str) -> None:
-        """Completes the communication: on CUDA for the current stream, else for the host.
+        """Complete the communication: on CUDA for the current stream, else for the host.
 
         Raises:
             RuntimeError: It failed or timed out; says in `what`.
@@ -116,7 +116,7 @@ class Transport:
         return self.world_size if self.sums_only else 1
 
     def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
-        """Fills each of `buffers` from every rank's own slot of it, as one call.
+        """Fill each of `buffers` from every rank's own slot of it, as one call.
 
         The buffers may differ in length and dtype. Native backends get them as one group; pairwise,
         their messages are posted together, each straight from and into its slots.
@@ -150,7 +150,7 @@ class Transport:
     def _native_all_gather(
         self, buffers: Sequence[Tensor], slots: Sequence[Tensor]
     ) -> Sequence[Waitable]:
-        """The backend's own all-gather; several buffers are one coalesced call."""
+        """Return the backend's own all-gather; several buffers are one coalesced call."""
         if len(buffers) == 1:
             work = all_gather_flat(buffers[0], slots[0][self.rank], group=self.group, async_op=True)
             return _posted(work)
@@ -160,18 +160,18 @@ class Transport:
         return [coalesced]
 
     def _swap(self, output: Tensor, input: Tensor) -> list[dist.Work]:
-        """Sends `input` to the other of two ranks and receives `output`; nothing goes to itself."""
+        """Send `input` to the other of two ranks and receive `output`; nothing goes to itself."""
         splits = [0, 0]
         splits[1 - self.rank] = input.numel()
         work = all_to_all(output, input, splits, splits, self.group, async_op=True)
         return _posted(work)
 
     def reduce_workspace_numel(self, slot_numel: int) -> int:
-        """Elements of the receive buffer of `reduce_scatter_`; 0 where it works in place."""
+        """Return elements of the receive buffer of `reduce_scatter_`; 0 where it works in place."""
         return slot_numel * self.world_size if self.pairwise else 0
 
     def reduce_scatter_(self, buffer: Tensor, workspace: Tensor | None) -> PendingMean:
-        """Starts the average over ranks of this rank's slot of `buffer`.
+        """Start the average over ranks of this rank's slot of `buffer`.
 
         Args:
             buffer: (world_size * slot,), this rank's addends for every rank's slot. Overwritten.
@@ -197,13 +197,13 @@ class Transport:
         return PendingMean(Pending(works, (buffer, workspace)), received, divisor=self.world_size)
 
     def all_reduce_workspace_numel(self, numel: int) -> int:
-        """Elements of the receive buffer of `all_reduce_`; 0 where it works in place."""
+        """Return elements of the receive buffer of `all_reduce_`; 0 where it works in place."""
         return numel * self.world_size if self.pairwise else 0
 
     def all_reduce_(
         self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: int
     ) -> PendingMean:
-        """Starts the average over ranks of `addend / divisor`; the same bits on every rank.
+        """Start the average over ranks of `addend / divisor`; the same bits on every rank.
 
         Args:
             addend: (n,), this rank's. Overwritten.
@@ -237,12 +237,13 @@ class PendingMean:
         self._total: Tensor | None = None
 
     def wait(self, what: str) -> None:
-        """Completes the communication and sums; `what` names the reduction in errors."""
+        """Complete the communication and sum; `what` names the reduction in errors."""
         self._pending.wait(what)
         self._total, self._addends = self._sum_in_rank_order(), []
 
     def part(self, first: int, numel: int) -> Tensor:
-        """(numel,), a part of the mean, which `write_into` writes as the caller leaves it."""
+        """Return (numel,), a part of the mean, which `write_into` writes as the caller leaves
+        it."""
         if self._total is None:
             raise RuntimeError("a mean is looked at before its reduction was waited for")
         if self._divisor > 1:
@@ -251,7 +252,7 @@ class PendingMean:
         return self._total[first : first + numel]
 
     def write_into(self, out: Tensor, first: int, *, accumulate: bool) -> None:
-        """Writes (or adds) a part of the mean to `out`, cast to its dtype.
+        """Write (or add) a part of the mean to `out`, cast to its dtype.
 
         Args:
             out: (n,), any floating dtype.
@@ -269,18 +270,19 @@ class PendingMean:
             out.copy_(part)
 
     def take_sum(self, what: str) -> tuple[Tensor, int]:
-        """The sum in rank order, of at least fp32 where ranks were added, and its divisor."""
+        """Return the sum in rank order, of at least fp32 where ranks were added, and its
+        divisor."""
         self._pending.wait(what)
         total, self._addends = self._sum_in_rank_order(), []
         return total, self._divisor
 
     def drop(self, what: str) -> None:
-        """Waits for the communication, and forgets what it brought."""
+        """Wait for the communication, and forget what it brought."""
         self._pending.wait(what)
         self._addends = []
 
     def _sum_in_rank_order(self) -> Tensor:
-        """Sums in place into the first addend; low precision is summed in fp32."""
+        """Sum in place into the first addend; low precision is summed in fp32."""
         first, *rest = self._addends
         total = first if first.dtype.itemsize >= 4 or not rest else first.float()
         for addend in rest:
@@ -289,7 +291,7 @@ class PendingMean:
 
 
 def _posted(work: dist.Work | None) -> list[dist.Work]:
-    """The handles to wait for; torch returns `None` for a rank outside of the group."""
+    """Return the handles to wait for; torch returns `None` for a rank outside of the group."""
     return [] if work is None else [work]
 
 

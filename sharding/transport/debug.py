@@ -22,12 +22,12 @@ from sharding.transport.agreement import check_same_on_all_ranks
 
 
 def enabled() -> bool:
-    """Whether the environment asks for the checks; read at each use."""
+    """Return whether the environment asks for the checks; read at each use."""
     return os.environ.get("VFSDP_DEBUG", "0") not in ("", "0")
 
 
 def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raises on all ranks unless they are about to do the same; without debug mode does nothing.
+    """Raise on all ranks unless they are about to do the same; without debug mode do nothing.
 
     Args:
         event: The verb and the bucket, the same text on ranks that agree.
@@ -38,14 +38,15 @@ def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
 
 
 def checksums(parameters: Mapping[str, Tensor]) -> str:
-    """One line per parameter that changes when any bit of it does; empty outside of debug mode."""
+    """Return one line per parameter that changes when any bit of it does; empty outside of debug
+    mode."""
     return "\n".join(_digests("initial values of", parameters)) if enabled() else ""
 
 
 def check_written(
     written: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], bucket: str
 ) -> None:
-    """Raises on all ranks unless they wrote the same into gathered weights; without debug nothing.
+    """Raise on all ranks unless they wrote the same into gathered weights; without debug nothing.
 
     Every rank keeps its own range of what it wrote, so that other values elsewhere would be lost.
     """

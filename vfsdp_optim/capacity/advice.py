@@ -20,7 +20,7 @@ GRANULES = ("element", "e16", "16", "e128", "128", "matrix")
 
 
 def advise(model: ModelShapes, capacity: Capacity) -> tuple[str, ...]:
-    """Sentences on padding, groups, ranks that hold nothing, segments and balance."""
+    """Return sentences on padding, groups, ranks that hold nothing, segments and balance."""
     return tuple(_sentences(model, capacity))
 
 
@@ -66,7 +66,7 @@ def _on_padding(model: ModelShapes, capacity: Capacity) -> Iterator[str]:
 
 
 def _first_tolerated(options: Iterable[tuple[float, T]]) -> tuple[float, T] | None:
-    """The first option that pads little enough, else the one that pads least."""
+    """Return the first option that pads little enough, else the one that pads least."""
     best: tuple[float, T] | None = None
     for padding, option in options:
         if padding <= TOLERATED:
@@ -77,7 +77,7 @@ def _first_tolerated(options: Iterable[tuple[float, T]]) -> tuple[float, T] | No
 
 
 def _on_segments(bucket: PlannedBucket, setup: Setup) -> Iterator[str]:
-    """What it gains that tensors of one kind lie in several segments."""
+    """Return what it gains that tensors of one kind lie in several segments."""
     plan = bucket.plan
     if len(plan.segments) == len(set(zip(plan.dtypes, plan.trainable, strict=True))):
         return
@@ -99,7 +99,7 @@ def _on_segments(bucket: PlannedBucket, setup: Setup) -> Iterator[str]:
 
 
 def _on_residency(bucket: PlannedBucket) -> Iterator[str]:
-    """What it costs that matrices need not travel."""
+    """Return what it costs that matrices need not travel."""
     plan = bucket.plan
     if plan.padding_ratio < NOTICED or not any(param.step_units for param in plan.params):
         return
@@ -131,14 +131,14 @@ def _padding(bucket: PlannedBucket) -> int:
 
 
 def total_padding(planned: tuple[PlannedBucket, ...]) -> float:
-    """Elements of padding of all buckets as a share of the parameters."""
+    """Return elements of padding of all buckets as a share of the parameters."""
     blocks = [(b.count * b.divided.per_position, b) for b in planned]
     numel = sum(count * b.divided.shapes.numel for count, b in blocks)
     return sum(count * _padding(b) for count, b in blocks) / numel
 
 
 def _empty_ranks(bucket: PlannedBucket) -> int:
-    """Ranks whose shard of every segment is padding alone."""
+    """Return the ranks whose shard of every segment is padding alone."""
     used = 0
     for segment in bucket.plan.segments:
         ends = (o + t.numel for o, t in zip(segment.offsets, segment.tensors, strict=True))
@@ -161,7 +161,7 @@ def _coarsest(bucket: PlannedBucket) -> str:
 
 
 def _finer(than: Granularity) -> Iterator[Granularity]:
-    """What can be offered to someone who asked for `than`, coarsest first."""
+    """Return what can be offered to someone who asked for `than`, coarsest first."""
     rows = 1024 if than.matrices else than.rows // 2
     while rows:
         yield Granularity(rows, experts_only=than.experts_only)
@@ -174,7 +174,7 @@ def _finer(than: Granularity) -> Iterator[Granularity]:
 
 
 def group_sizes(parallelism: Parallelism) -> list[int]:
-    """Numbers of shard ranks to try: all, and what remains of them with more copies."""
+    """Return numbers of shard ranks to try: all, and what remains of them with more copies."""
     ranks, ep = parallelism.shard_ranks, parallelism.ep
     return [
         ranks // copies
@@ -184,7 +184,7 @@ def group_sizes(parallelism: Parallelism) -> list[int]:
 
 
 def regroup(model: ModelShapes, parallelism: Parallelism, group: int) -> DividedModel:
-    """The model over groups of `group` shard ranks, of the same number of ranks."""
+    """Return the model over groups of `group` shard ranks, of the same number of ranks."""
     copies = parallelism.shard_ranks // group
     return divide(model, replace(parallelism, replicate=parallelism.replicate * copies))
 
@@ -192,7 +192,7 @@ def regroup(model: ModelShapes, parallelism: Parallelism, group: int) -> Divided
 def search_layouts(
     model: ModelShapes, parallelism: Parallelism, setup: Setup, progress: Progress = lambda _: None
 ) -> dict[tuple[int, str], tuple[float, int]]:
-    """Padding, and bytes of parameters, for group sizes and granules.
+    """Return padding, and bytes of parameters, for group sizes and granules.
 
     Returns:
         (group size, granularity) -> (padding as a share, bytes of a rank's shards).

@@ -32,7 +32,7 @@ class Config:
     where: str
 
     def size(self, key: str, default: Any = _MISSING) -> int:
-        """A positive integer.
+        """Return a positive integer.
 
         Raises:
             ValueError: The key is missing and there is no default, or it is no positive integer.
@@ -50,12 +50,12 @@ class Config:
         return value
 
     def count(self, key: str, default: int) -> int:
-        """An integer that may be 0."""
+        """Return an integer that may be 0."""
         value = self.values.get(key, default)
         return 0 if value == 0 and value is not False else self.size(key, default)
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a true or false value."""
         value = self.values.get(key, default)
         if not isinstance(value, bool):
             raise ValueError(f"{self.where}: {key}: expected true or false, got {value!r}")
@@ -66,7 +66,7 @@ Layer = Iterator[tuple[str, Shape]]
 
 
 def read_config(values: Mapping[str, Any], where: str, experts: str | None) -> list[NamedShape]:
-    """Every parameter of the model, in the order of its modules.
+    """Return every parameter of the model, in the order of its modules.
 
     Args:
         values: What `config.json` holds.
@@ -160,7 +160,7 @@ def _qwen3(c: Config, layer: int, experts: str | None) -> Layer:
 
 
 def _is_sparse(c: Config, layer: int) -> bool:
-    """Whether a layer of a Qwen mixture has experts."""
+    """Return whether a layer of a Qwen mixture has experts."""
     dense = c.values.get("mlp_only_layers") or []
     return layer not in dense and (layer + 1) % c.size("decoder_sparse_step", 1) == 0
 

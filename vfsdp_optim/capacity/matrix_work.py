@@ -27,7 +27,7 @@ class Block:
     count: int
 
     def wires(self) -> dict[torch.dtype, None]:
-        """The dtypes in which its units travel."""
+        """Return the dtypes in which its units travel."""
         jobs = (job for each in self.optimizer.jobs.values() for job in each)
         return dict.fromkeys(self.optimizer.wire(job) for job in jobs)
 
@@ -56,7 +56,7 @@ class MatrixWork:
 
 
 def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.dtype) -> MatrixWork:
-    """Plans the units of the blocks of one mesh that travel in one dtype.
+    """Plan the units of the blocks of one mesh that travel in one dtype.
 
     Args:
         blocks: All of the mesh.
@@ -98,7 +98,7 @@ def _most_by_shard(values: Sequence[int], grid: Grid) -> tuple[int, ...]:
 def _units(
     block: Block, wire: torch.dtype, grid: Grid | None
 ) -> list[tuple[BlockOptimizer, Job, HeldUnit]]:
-    """The units of one block, with who holds them."""
+    """Return the units of one block, with who holds them."""
     result = []
     for i, jobs in sorted(block.optimizer.jobs.items()):
         which, index = block.plan.location[i]
@@ -115,7 +115,7 @@ def _units(
 
 
 def _scratch(units: Sequence[tuple[BlockOptimizer, Job, HeldUnit]], plan: OwnerPlan) -> Needs:
-    """What each rank needs for the units that it computes."""
+    """Return what each rank needs for the units that it computes."""
     needs: Needs = {}
     seen: dict[object, Mapping[Need, int]] = {}
     owned: dict[tuple[object, int], None] = {}

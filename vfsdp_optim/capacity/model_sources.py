@@ -39,13 +39,13 @@ _MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
 
 
 def model_names() -> list[str]:
-    """The models whose shape tables come with this package."""
+    """Return the models whose shape tables come with this package."""
     files = [f.name for f in _TABLES.iterdir() if f.name.endswith(".json")]
     return sorted(name[:-5].replace("_", "-") for name in files)
 
 
 def read_model(text: str, *, dtype: str | None = None, experts: str | None = None) -> ModelShapes:
-    """The shapes of a model.
+    """Return the shapes of a model.
 
     Args:
         text: Name of a shape table of this package; path of a table, of a Hugging Face
@@ -144,7 +144,7 @@ def _read_table(values: dict[str, Any], where: str) -> ModelShapes:
 
 
 def _table_entry(entry: Any, where: str, prefix: str = "") -> Iterator[NamedShape]:
-    """The tensors of one entry: itself, or a group of tensors that each expert has."""
+    """Return the tensors of one entry: itself, or a group of tensors that each expert has."""
     if isinstance(entry, dict) and ("group" in entry or "repeat" in entry):
         members = entry.get("group") or [{k: v for k, v in entry.items() if k != "repeat"}]
         for expert in range(_positive(entry, "repeat", where)):
@@ -198,7 +198,7 @@ def _shard_files(weight_map: Any, path: Path) -> list[Path]:
 
 
 def _from_headers(path: Path, files: list[Path]) -> ModelShapes:
-    """Shapes from the headers of safetensors files; data may be missing.
+    """Return shapes from the headers of safetensors files; data may be missing.
 
     References: https://huggingface.co/docs/safetensors/index#format
     """
@@ -249,7 +249,7 @@ def _header(path: Path) -> dict[str, Any]:
 
 
 def _read_function(text: str) -> ModelShapes:
-    """The parameters of what a user's function returns, called under the meta device."""
+    """Return the parameters of what a user's function returns, called under the meta device."""
     module_name, _, function_name = text.partition(":")
     if os.getcwd() not in sys.path:  # a script's path has its own folder alone
         sys.path.insert(0, os.getcwd())
@@ -267,7 +267,7 @@ def _read_function(text: str) -> ModelShapes:
 
 
 def module_shapes(module: nn.Module) -> Iterator[NamedShape]:
-    """The parameters of a module, tied ones once, and what their modules say of them."""
+    """Return the parameters of a module, tied ones once, and what their modules say of them."""
     homes = {id(p): m for m in module.modules() for p in m.parameters(recurse=False)}
     embedded = {
         id(p)
@@ -287,7 +287,8 @@ def module_shapes(module: nn.Module) -> Iterator[NamedShape]:
 
 
 def _pattern(name: str, module: nn.Module, ndim: int) -> str | None:
-    """The matrices of a parameter of torch's own modules; None if they follow from the shape."""
+    """Return the matrices of a parameter of torch's own modules; None if they follow from the
+    shape."""
     if isinstance(module, nn.modules.conv._ConvNd) and name == "weight":
         if module.groups == 1:
             return CONVOLUTION

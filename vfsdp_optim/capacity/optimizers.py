@@ -38,7 +38,7 @@ Choice = str | Algorithm | type[StructuredOptimizer]
 
 
 def find_optimizer(choice: Choice) -> Algorithm | type[StructuredOptimizer]:
-    """What a name stands for: one of `OPTIMIZERS`, or "module:Class".
+    """Return what a name stands for: one of `OPTIMIZERS`, or "module:Class".
 
     Raises:
         ValueError: Nothing of that name, or it is no optimizer of this library's kind.
@@ -75,7 +75,7 @@ def _imported(text: str) -> object:
 
 
 def optimizer_name(choice: Choice) -> str:
-    """Its class, for tables."""
+    """Return the name of its class, for tables."""
     found = find_optimizer(choice)
     return found.__name__ if isinstance(found, type) else type(found).__name__
 
@@ -99,33 +99,33 @@ class BlockOptimizer:
     device: torch.device
 
     def demands(self, i: int) -> tuple[Demand, ...]:
-        """What it needs of parameter `i`."""
+        """Return what it needs of parameter `i`."""
         return () if self.optimizer is None else self.optimizer.demands(self.params[i])
 
     def group_key(self, i: int) -> str:
-        """The group of parameter `i`; "" for a frozen one."""
+        """Return the group of parameter `i`; "" for a frozen one."""
         number = None if self.optimizer is None else self.optimizer.group_of(self.params[i])
         return "" if number is None else str(number)
 
     def group(self, member: Member) -> dict[str, Any]:
-        """The group of a member."""
+        """Return the group of a member."""
         assert self.optimizer is not None  # who has members has an optimizer
         return self.optimizer.param_groups[member.group]
 
     def algorithm(self, member: Member) -> Algorithm:
-        """The rule of a member."""
+        """Return the rule of a member."""
         assert self.optimizer is not None  # who has members has an optimizer
         return self.optimizer.algorithms[self.group(member)["algorithm"]]
 
     def state_bytes(self, i: int, numel: int) -> int:
-        """Bytes of the states of `numel` elements of parameter `i`, from a legal cut on."""
+        """Return bytes of the states of `numel` elements of parameter `i`, from a legal cut on."""
         if i not in self.members:
             return 0
         formats = self.members[i].formats
         return sum(_state_bytes(state_format, numel) for state_format in formats.values())
 
     def wire(self, job: Job) -> torch.dtype:
-        """The dtype in which a unit travels."""
+        """Return the dtype in which a unit travels."""
         return job.algorithm.wire_dtype(job.group, self.device)
 
 
@@ -198,7 +198,7 @@ def _made(
 
 @lru_cache(maxsize=16)
 def main_algorithm(found: Hashable) -> Algorithm:
-    """The algorithm of groups that name none."""
+    """Return the algorithm of groups that name none."""
     if isinstance(found, Algorithm):
         return found
     assert isinstance(found, type)  # see `find_optimizer`
@@ -212,7 +212,7 @@ def _groups(
     tensors: Sequence[TensorShape],
     params: Sequence[Tensor],
 ) -> list[dict[str, Any]]:
-    """The groups as `param_groups` makes them, with what they have of `keep_32bit`."""
+    """Return the groups as `param_groups` makes them, with what they have of `keep_32bit`."""
     main = main_algorithm(found)  # type: ignore[arg-type]
     groups: dict[tuple[bool, str | None], dict[str, Any]] = {}
     for tensor, param in zip(tensors, params, strict=True):

@@ -37,7 +37,7 @@ class Parallelism:
     pp: int = 1
 
     def __post_init__(self) -> None:
-        """Checks the attributes."""
+        """Check the attributes."""
         for key in ("ranks", "replicate", "tp", "ep", "pp"):
             if getattr(self, key) < 1:
                 raise ValueError(f"{key}: expected at least 1, got {getattr(self, key)!r}")
@@ -91,7 +91,7 @@ class DividedModel:
 
 
 def divide(model: ModelShapes, parallelism: Parallelism) -> DividedModel:
-    """The part of the model that one group of shard ranks holds.
+    """Return the part of the model that one group of shard ranks holds.
 
     Raises:
         ValueError: A tensor that cannot be divided, or whose division no rule tells.
@@ -113,7 +113,8 @@ def divide(model: ModelShapes, parallelism: Parallelism) -> DividedModel:
 
 
 def _largest_stage(buckets: Sequence[BucketShapes], stages: int) -> tuple[list[BucketShapes], str]:
-    """The stage with most elements; embeddings are in the first, all else of root in the last."""
+    """Return the stage with most elements; embeddings are in the first, all else of root in the
+    last."""
     blocks = [bucket for bucket in buckets if bucket.name != "root"]
     total = sum(bucket.count for bucket in blocks)
     if total < stages:
@@ -171,7 +172,7 @@ def _divide_matrices(bucket: BucketShapes, tp: int, hidden: int | None) -> Bucke
 
 
 def _axis(tensor: TensorShape, hidden: int | None, where: str) -> int | None:
-    """The axis that tp divides; None for what every rank holds whole."""
+    """Return the axis that tp divides; None for what every rank holds whole."""
     name, ndim = tensor.name, len(tensor.shape)
     if tensor.kind in ("embedding", "head"):
         return None if _POSITIONS.search(name) else 0  # of the vocabulary
@@ -214,7 +215,7 @@ _EXPERT_BIAS = re.compile(r"(^|\.)experts\.\w*bias$")
 
 
 def _divide_experts(bucket: BucketShapes, parallelism: Parallelism) -> tuple[DividedBucket, ...]:
-    """The bucket, or the bucket without its experts and the experts of one group."""
+    """Return the bucket, or the bucket without its experts and the experts of one group."""
     ranks, ep = parallelism.shard_ranks, parallelism.ep
     experts = [t for t in bucket.tensors if t.kind == "expert" or _EXPERT_BIAS.search(t.name)]
     if ep == 1 or not experts:

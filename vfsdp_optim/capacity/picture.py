@@ -36,7 +36,7 @@ _LEAST_LABELLED = 0.03  # of a panel's area
 
 
 def draw(capacities: Sequence[Capacity], path: Path, title: str) -> None:
-    """Writes a picture with a column per number of ranks and a row per kind of bucket.
+    """Write a picture with a column per number of ranks and a row per kind of bucket.
 
     Args:
         capacities: Of one model.
@@ -84,7 +84,8 @@ def draw(capacities: Sequence[Capacity], path: Path, title: str) -> None:
 
 
 def _draw_bucket(axes: Any, bucket: PlannedBucket) -> None:
-    """One panel: ranks downwards, the elements of a shard to the right, segments side by side."""
+    """Return one panel: ranks downwards, the elements of a shard to the right, segments side by
+    side."""
     ranks, total = bucket.divided.world_size, bucket.shard_numel
     axes.set_facecolor(_PADDING)
     axes.set_xlim(0, total)
@@ -123,7 +124,7 @@ Outline = list[tuple[float, float]]
 
 
 def _outlines(start: int, stop: int, shard: int, left: int) -> list[Outline]:
-    """The corners of what a run of a segment's buffer covers in the panel.
+    """Return the corners of what a run of a segment's buffer covers in the panel.
 
     Example:
         >>> _outlines(6, 20, 8, 0)  # the end of a row, a row, the start of one
@@ -156,7 +157,7 @@ def _outlines(start: int, stop: int, shard: int, left: int) -> list[Outline]:
 
 
 def _gaps(segment: SegmentPlan) -> Iterator[tuple[int, int]]:
-    """The runs of the buffer that belong to no tensor."""
+    """Return the runs of the buffer that belong to no tensor."""
     end = 0
     for index in segment.order:
         if segment.tensors[index].numel:
@@ -177,7 +178,7 @@ def _fill(
 
 
 def _label(axes: Any, name: str, start: int, stop: int, segment: SegmentPlan, left: int) -> None:
-    """Writes a name into the middle of the largest part of a run."""
+    """Write a name into the middle of the largest part of a run."""
     shard = segment.shard_numel
     x: float
     y: float

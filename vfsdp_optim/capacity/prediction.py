@@ -162,7 +162,7 @@ Progress = Callable[[str], None]
 def plan_buckets(
     model: DividedModel, setup: Setup, progress: Progress = lambda _: None
 ) -> tuple[PlannedBucket, ...]:
-    """The layout of every bucket; equal blocks are planned once.
+    """Return the layout of every bucket; equal blocks are planned once.
 
     Args:
         model: To lay out.
@@ -186,7 +186,7 @@ def plan_buckets(
 
 
 def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: None) -> Capacity:
-    """Plans a divided model and counts what it takes.
+    """Plan a divided model and count what it takes.
 
     Raises:
         ValueError: Demands that cannot be combined; names the parameter.
@@ -246,7 +246,7 @@ def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: No
 
 
 def _padded(planned: Sequence[PlannedBucket], key: str) -> int:
-    """Elements of all buffers of one group of shard ranks."""
+    """Return elements of all buffers of one group of shard ranks."""
     return sum(
         b.count * b.divided.per_position * b.divided.world_size * int(getattr(b, key))
         for b in planned
@@ -254,7 +254,7 @@ def _padded(planned: Sequence[PlannedBucket], key: str) -> int:
 
 
 def _by_rank(model: DividedModel, parts: Sequence[tuple[Sequence[int], int]]) -> tuple[int, ...]:
-    """Sums over meshes by shard rank; see [Note: ranks of a plan]."""
+    """Sum over meshes by shard rank; see [Note: ranks of a plan]."""
     ranks = model.parallelism.shard_ranks
     return tuple(sum(values[rank // per] for values, per in parts) for rank in range(ranks))
 
@@ -262,7 +262,7 @@ def _by_rank(model: DividedModel, parts: Sequence[tuple[Sequence[int], int]]) ->
 def _layers(
     model: DividedModel, planned: Sequence[PlannedBucket]
 ) -> list[tuple[PlannedBucket, ...]]:
-    """The buckets of each kind of block, without the root."""
+    """Return the buckets of each kind of block, without the root."""
     rest = iter(planned)
     layers = [tuple(next(rest) for _ in layer) for layer in model.layers]
     return [layer for layer in layers if not layer[0].is_root]
@@ -271,7 +271,7 @@ def _layers(
 def _in_order(
     model: DividedModel, planned: Sequence[PlannedBucket], buffers: dict[str, BucketBuffers]
 ) -> tuple[BucketBuffers | None, list[list[BucketBuffers]]]:
-    """The root's buffers and those of every block, in forward order."""
+    """Return the root's buffers and those of every block, in forward order."""
     root = next((buffers[b.name] for b in planned if b.is_root), None)
     blocks = []
     for layer in _layers(model, planned):
@@ -282,7 +282,7 @@ def _in_order(
 def _matrix_works(
     model: DividedModel, planned: Sequence[PlannedBucket], setup: Setup
 ) -> list[tuple[MatrixWork, int]]:
-    """The matrix part on each mesh, and how many shard ranks share a position of it."""
+    """Return the matrix part on each mesh, and how many shard ranks share a position of it."""
     meshes: dict[tuple[int, int], list[Block]] = {}
     for bucket in planned:
         mesh = bucket.divided.world_size, bucket.divided.per_position
@@ -315,7 +315,7 @@ def _exchange_by_rank(
     works: Sequence[tuple[MatrixWork, int]],
     setup: Setup,
 ) -> tuple[int, ...]:
-    """Slots of the exchange, and the scratch of both kinds of updates."""
+    """Return slots of the exchange, and the scratch of both kinds of updates."""
     ranks = model.parallelism.shard_ranks
     scratch: Needs = {}
     kinds: list[tuple[Mapping[Need, Sequence[int]], int]] = [

@@ -128,7 +128,7 @@ class NamedShape:
 
 
 def sort_into_buckets(params: Iterable[NamedShape]) -> tuple[BucketShapes, ...]:
-    """Buckets of a model; see [Note: buckets of a model].
+    """Return the buckets of a model; see [Note: buckets of a model].
 
     Example:
         >>> names = ["embed.weight", "h.0.up.weight", "h.1.up.weight"]
@@ -162,7 +162,7 @@ def sort_into_buckets(params: Iterable[NamedShape]) -> tuple[BucketShapes, ...]:
 
 
 def table_bucket(name: str, count: int, params: Sequence[NamedShape]) -> BucketShapes:
-    """A bucket whose members are given, as in a shape table; "root" may hold a head."""
+    """Return a bucket whose members are given, as in a shape table; "root" may hold a head."""
     in_root = name == "root"
     vocabularies = {p.shape[0] for p in params if len(p.shape) == 2 and _is_embedding(p)}
     tensors = tuple(_tensor(p.name, p, vocabularies, in_root=in_root) for p in params)
@@ -189,7 +189,7 @@ def _tensor(name: str, param: NamedShape, vocabularies: set[int], *, in_root: bo
 
 
 def _kind(param: NamedShape, name: str, vocabularies: set[int], in_root: bool) -> str:
-    """Sorts a parameter as `vfsdp_optim.param_groups` does, by name where there is no module."""
+    """Sort a parameter as `vfsdp_optim.param_groups` does, by name where there is no module."""
     if _is_embedding(param):
         return "embedding"
     if prod(param.shape) == max(param.shape, default=1) or _BIAS.search(name):
@@ -205,7 +205,7 @@ def _kind(param: NamedShape, name: str, vocabularies: set[int], in_root: bool) -
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Numbers as text: "0-2,5"."""
+    """Return numbers as text: "0-2,5"."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][1] + 1:

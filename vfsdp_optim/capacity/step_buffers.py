@@ -31,16 +31,16 @@ class StepDtypes:
     reduce_dtype: str | None = None
 
     def compute(self, dtype: str) -> int:
-        """Bytes of an element of a gathered parameter."""
+        """Return bytes of an element of a gathered parameter."""
         return ITEMSIZE[self.param_dtype or dtype]
 
     def reduce(self, dtype: str) -> torch.dtype:
-        """The dtype of a gradient on its way."""
+        """Return the dtype of a gradient on its way."""
         return torch_dtype(self.reduce_dtype or self.param_dtype or dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype of that name."""
+    """Return the dtype of that name."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype), name
     return dtype
@@ -91,7 +91,7 @@ class BucketBuffers:
 def bucket_buffers(
     plan: BucketPlan, precision: StepDtypes, backend: str, copies: int
 ) -> BucketBuffers:
-    """The sizes of a bucket's flat tensors; see [Note: buffer lifetimes] in buffer.py.
+    """Return the sizes of a bucket's flat tensors; see [Note: buffer lifetimes] in buffer.py.
 
     Args:
         plan: Of the bucket.
@@ -130,7 +130,7 @@ def bucket_buffers(
 def reduction_buffers(
     plan: BucketPlan, together: Sequence[int], precision: StepDtypes, backend: str, copies: int
 ) -> ReductionBuffers:
-    """What the reduction of the segments `together` borrows; other arguments as above."""
+    """Return what the reduction of the segments `together` borrows; other arguments as above."""
     ranks = plan.segments[together[0]].world_size
     width = sum(slot_numel(plan.segments[segment]) for segment in together)
     dtype = precision.reduce(plan.dtypes[together[0]])
@@ -144,7 +144,7 @@ def reduction_buffers(
 
 
 def unsharded_peak(root: int, blocks: Sequence[tuple[int, Sequence[int]]]) -> int:
-    """Bytes of gathered parameters at the worst moment.
+    """Return bytes of gathered parameters at the worst moment.
 
     The root stays gathered, and so does the block that runs; of its neighbour the next bucket is on
     its way.
@@ -177,7 +177,7 @@ class ReductionMemory:
 def reduction_memory(
     root: BucketBuffers | None, blocks: Sequence[BucketBuffers]
 ) -> ReductionMemory:
-    """The memory of the reductions of a step.
+    """Return the memory of the reductions of a step.
 
     Backward ends the blocks in reverse order. The root's slots are in use all the time: the final
     norm and the head get their gradients first, the embedding last.
@@ -232,7 +232,7 @@ class _Reducing:
         self._borrowed = [lender.borrow(each.numel, each.dtype) for each in self._reductions]
 
     def reduce_grads(self, order: int) -> None:
-        """Borrows receive buffers."""
+        """Borrow receive buffers."""
         self._borrowed += [
             self._lender.borrow(each.numel, each.dtype)
             for each in self._reductions
@@ -240,7 +240,7 @@ class _Reducing:
         ]
 
     def average_replicas(self) -> None:
-        """Borrows those of the second step, once."""
+        """Borrow those of the second step, once."""
         if self._averages:
             self._borrowed += [
                 self._lender.borrow(each.copies_received, each.copies_dtype)
@@ -250,7 +250,7 @@ class _Reducing:
         self._averages = False
 
     def wait_for_reduce(self) -> None:
-        """Gives everything back."""
+        """Give everything back."""
         self.average_replicas()
         self._lender.give_back(self._borrowed)
         self._borrowed = []

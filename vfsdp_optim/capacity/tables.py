@@ -16,7 +16,7 @@ NOT_INCLUDED = "activations not included, nor the full gradient that autograd ha
 
 
 def capacity_table(title: str, capacities: Sequence[Capacity]) -> Table:
-    """One column per number of ranks; bytes are those of the rank that has most."""
+    """Return one column per number of ranks; bytes are those of the rank that has most."""
     table = Table(title=title, title_justify="left", caption=NOT_INCLUDED, caption_justify="left")
     table.add_column("ranks", no_wrap=True)
     for capacity in capacities:
@@ -79,7 +79,7 @@ def _gib(size: int) -> str:
 def search_table(
     parallelism: Parallelism, found: dict[tuple[int, str], tuple[float, int]]
 ) -> Table:
-    """Padding by group size and granule; the parameters of a rank below it."""
+    """Return padding by group size and granule; the parameters of a rank below it."""
     granules = list(dict.fromkeys(text for _, text in found))
     table = Table(
         title=f"{parallelism.ranks:,} ranks: padding, and parameters per rank",
@@ -105,7 +105,7 @@ def to_json(
     advice: Sequence[tuple[str, ...]],
     found: Sequence[dict[tuple[int, str], tuple[float, int]]],
 ) -> dict[str, Any]:
-    """All figures, and the layouts that `fully_shard(plan=...)` reads; sizes are bytes."""
+    """Return all figures, and the layouts that `fully_shard(plan=...)` reads; sizes are bytes."""
     plans = []
     for capacity, sentences in zip(capacities, advice, strict=True):
         ranks = capacity.model.parallelism

@@ -35,7 +35,7 @@ class Granularity:
 
     @classmethod
     def parse(cls, text: str) -> "Granularity":
-        """Reads "element", "16", "e128" or "matrix".
+        """Read "element", "16", "e128" or "matrix".
 
         Raises:
             ValueError: `text` is none of these.
@@ -51,13 +51,13 @@ class Granularity:
         return cls(rows=int(rows), experts_only=text.startswith("e"))
 
     def __str__(self) -> str:
-        """What `parse` reads."""
+        """Return what `parse` reads."""
         if self.matrices:
             return "matrix"
         return f"{'e' * self.experts_only}{self.rows}" if self.rows else "element"
 
     def demand(self, tensor: TensorShape) -> Demand | None:
-        """What must hold where a parameter is stored."""
+        """Return what must hold where a parameter is stored."""
         if self.experts_only and tensor.kind not in ("expert", "mlp"):
             return None
         if self.matrices and tensor.matrices is not None:
@@ -93,7 +93,7 @@ class Setup:
     resident_padding: float = 0.02
 
     def __post_init__(self) -> None:
-        """Checks the attributes."""
+        """Check the attributes."""
         if not self.resident_padding >= 0:
             raise ValueError(f"resident_padding must be >= 0, got {self.resident_padding!r}.")
         find_optimizer(self.optimizer)
@@ -104,12 +104,12 @@ class Setup:
                 )
 
     def block_optimizer(self, shapes: BucketShapes, states: str | None = None) -> BlockOptimizer:
-        """The optimizer of the parameters of one block; `states` in the place of its own."""
+        """Return the optimizer of the parameters of one block; `states` in the place of its own."""
         choice: Any = self.optimizer  # classes are hashable, which their type does not say
         return block_optimizer(choice, states or self.states, shapes.tensors, self.backend)
 
     def specs(self, shapes: BucketShapes) -> list[ParamSpec]:
-        """What the negotiation is told of the parameters of one block."""
+        """Return what the negotiation is told of the parameters of one block."""
         block = self.block_optimizer(shapes)
         specs = []
         for i, tensor in enumerate(shapes.tensors):

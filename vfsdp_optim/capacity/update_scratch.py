@@ -30,7 +30,7 @@ Key = TypeVar("Key")
 
 
 def update_scratch(plan: BucketPlan, block: BlockOptimizer) -> Needs:
-    """What the updates of one bucket need on each rank of its mesh, matrices apart.
+    """Return what the updates of one bucket need on each rank of its mesh, matrices apart.
 
     Args:
         plan: Of the bucket.
@@ -67,7 +67,8 @@ def most(needs: Needs, own: Mapping[Need, int], rank: int, ranks: int) -> None:
 
 
 def run_scratch(block: BlockOptimizer, member: Member, numel: int) -> Mapping[Need, int]:
-    """What the element-wise update of a run of `numel` elements takes, a run of such members."""
+    """Return what the element-wise update of a run of `numel` elements takes, a run of such
+    members."""
 
     def run_of(length: int) -> Run:
         param, grad = (
@@ -85,7 +86,8 @@ def run_scratch(block: BlockOptimizer, member: Member, numel: int) -> Mapping[Ne
 
 
 def piece_scratch(block: BlockOptimizer, job: Job, start: int, stop: int) -> Mapping[Need, int]:
-    """What a rank that holds elements start:stop of a parameter takes to send them as input of a
+    """Return what a rank that holds elements start:stop of a parameter takes to send them as input
+    of a
     unit, and to apply the update."""
     param = job.member.param
     # What is decoded is so in pieces, of which none is longer than the first.
@@ -102,7 +104,7 @@ def piece_scratch(block: BlockOptimizer, job: Job, start: int, stop: int) -> Map
 
 
 def unit_scratch(block: BlockOptimizer, job: Job) -> Mapping[Need, int]:
-    """What the rank that computes a unit takes."""
+    """Return what the rank that computes a unit takes."""
 
     def follow(scratch: Scratch) -> None:
         own = replace(job, scratch=scratch)
@@ -126,7 +128,7 @@ def _followed(algorithm: Algorithm, follow: Callable[[Scratch], None]) -> Mappin
 
 
 def _runs(plan: BucketPlan, block: BlockOptimizer) -> Iterator[tuple[Member, int, int]]:
-    """(one of its members, rank, elements) of what is updated at once.
+    """Return (one of its members, rank, elements) of what is updated at once.
 
     Neighbours of one group and format on one rank; see [Note: spans and runs] in runs.py.
     """

@@ -57,7 +57,7 @@ class Residual(nn.Module):
         self.down = nn.Linear(3 * width, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, width) -> (B, width)."""
+        """Return (B, width) -> (B, width)."""
         y = self.norm(x)
         return x + self.down(nn.functional.silu(self.gate(y)) * self.up(y))
 

@@ -18,7 +18,7 @@ __all__ = ["rank_pool"]
 
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator["RankPool"]:
-    """Ranks for the tests of this session; see `vfsdp_optim.testing.RankPool`."""
+    """Yield ranks for the tests of this session; see `vfsdp_optim.testing.RankPool`."""
     from vfsdp_optim.testing.pool import RankPool
 
     with RankPool() as pool:
