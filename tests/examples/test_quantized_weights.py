@@ -1,12 +1,10 @@
 """Tests of the example that quantizes weights on their shards."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from as_script import run_script
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
@@ -84,15 +82,9 @@ def test_quantized_weights_put_no_scale_on_the_wire() -> None:
 
 
 def test_script_trains_and_shows_its_layout() -> None:
-    result = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(SCRIPT.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert result.returncode == 0, result.stderr
-    assert "layout on 2 ranks" in result.stdout
-    numbers = [float(word) for word in result.stdout.split()[-8:]]
+    code, printed = run_script("quantized_weights.py", 2)
+    assert code == 0, printed
+    assert "layout on 2 ranks" in printed
+    numbers = [float(word) for word in printed.split()[-8:]]
     assert numbers[-1] < numbers[0] - 1
     assert len(SCRIPT.read_text().splitlines()) <= 60

@@ -1,30 +1,37 @@
 """Tests of the training script as its users start it: it learns, and a killed run goes on."""
 
+import asyncio
 import json
-import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from as_script import EXAMPLES, run_script
 
 from examples.checkpoints import check, delete, whole
 
-SCRIPT = Path(__file__).parents[2] / "examples" / "train_gpt.py"
 TINY = ["--size", "tiny", "--steps", "10", "--save-every", "5"]
 SETTINGS = {"size": "tiny", "optimizer": "muon", "seed": 0}
 
 
-def run_script(*arguments: object) -> subprocess.CompletedProcess[str]:
-    """Runs the script with tiny settings on CPU ranks."""
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *TINY, *map(str, arguments)],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
+def lessen(patch: pytest.MonkeyPatch) -> None:
+    """A part of the library, and a short sample."""
+    import gpt
+    import stdlib_corpus
+
+    part, read, generate = Path(asyncio.__file__).parent, stdlib_corpus.read_corpus, gpt.generate
+    patch.setattr(stdlib_corpus, "read_corpus", lambda: read(part))
+    patch.setattr(
+        gpt, "generate", lambda model, prompt, _, **how: generate(model, prompt, 9, **how)
     )
+
+
+def train(ranks: int, *arguments: object) -> str:
+    """What the script prints with tiny settings on CPU ranks."""
+    code, printed = run_script("train_gpt.py", ranks, *TINY, *arguments, prepare=lessen)
+    assert code == 0, printed
+    return printed
 
 
 def report(directory: Path) -> dict:
@@ -43,18 +50,16 @@ def checkpoint(directory: Path, step: int, **changes: object) -> Path:
 
 def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: Path) -> None:
     whole_run, killed = tmp_path / "whole", tmp_path / "killed"
-    result = run_script("--ranks", 2, "--checkpoint", whole_run)
-    assert result.returncode == 0, result.stderr
+    printed = train(2, "--checkpoint", whole_run)
     for name in ("bits per byte", "order-1 byte model", "padding", "owned"):
-        assert name in result.stdout
+        assert name in printed
     assert (whole_run / "loss.png").stat().st_size > 1000
 
     # What a kill during the save after the last step leaves behind.
     shutil.copytree(whole_run, killed)
     (killed / "report.json").unlink()
     (killed / "step-00000010" / ".metadata").unlink()
-    result = run_script("--ranks", 5, "--checkpoint", killed, "--resume")
-    assert result.returncode == 0, result.stderr
+    train(5, "--checkpoint", killed, "--resume")
 
     one, other = report(whole_run), report(killed)
     assert len(one["losses"]) == 10
@@ -66,11 +71,8 @@ def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: P
 
 
 def test_run_with_8bit_states_learns_and_shows_them(tmp_path: Path) -> None:
-    plan = run_script("--ranks", 2, "--plan", "--states", "8bit")
-    assert plan.returncode == 0, plan.stderr
-    assert "in 8 bits" in plan.stdout
-    result = run_script("--ranks", 2, "--states", "8bit", "--checkpoint", tmp_path)
-    assert result.returncode == 0, result.stderr
+    assert "in 8 bits" in train(2, "--plan", "--states", "8bit")
+    train(2, "--states", "8bit", "--checkpoint", tmp_path)
     losses = report(tmp_path)["losses"]
     assert losses[-1] < losses[0] - 0.5
     with pytest.raises(ValueError, match=r"expected --states 8bit, .*got '32bit'"):
@@ -106,8 +108,22 @@ def test_checkpoints_are_told_apart_by_step_and_wholeness(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [paths[1000]]
 
 
-def test_script_names_a_wrong_option_before_it_starts_ranks(tmp_path: Path) -> None:
-    result = run_script("--checkpoint", tmp_path, "--resume")
-    assert result.returncode == 2
-    assert "start a run without --resume" in result.stderr
-    assert "Traceback" not in result.stderr
+def test_script_names_a_wrong_option_and_else_starts_its_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    import train_gpt
+
+    started: list[list[str]] = []
+    monkeypatch.setattr(train_gpt, "torchrun", started.append)
+    arguments = [*TINY, "--ranks", "3", "--checkpoint", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments, "--resume"])
+    with pytest.raises(SystemExit) as end:
+        train_gpt.main()
+    assert end.value.code == 2
+    assert "start a run without --resume" in capsys.readouterr().err
+    assert not started
+    monkeypatch.setattr(sys, "argv", ["train_gpt.py", *arguments])
+    train_gpt.main()
+    script = str(EXAMPLES / "train_gpt.py")
+    assert started == [["--standalone", "--nproc-per-node", "3", script, *arguments]]
