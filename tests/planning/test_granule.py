@@ -3,17 +3,12 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legality import is_legal
 
 from sharding.planning.granule import Cells, Granule
 
 MANY = settings(max_examples=max(200, settings.default.max_examples))
 SPAN = 90  # offsets that are looked at
-
-
-def is_legal(cut: int, numel: int, restart: int | None, cuts: tuple[int, ...] | None) -> bool:
-    if cut == 0 or (cuts is not None and cut in cuts):
-        return True
-    return numel > 0 and ((cut % restart) if restart else cut) % numel == 0
 
 
 rules = st.one_of(
@@ -28,21 +23,23 @@ rules = st.one_of(
 @given(rules)
 def test_granule_allows_what_its_definition_allows(rule):
     granule = Granule(*rule)
-    assert [granule.allows(x) for x in range(SPAN)] == [is_legal(x, *rule) for x in range(SPAN)]
+    assert [granule.allows(x) for x in range(SPAN)] == [
+        is_legal(x, Granule(*rule)) for x in range(SPAN)
+    ]
     assert not granule.allows(-max(1, granule.numel))
 
 
 @MANY
 @given(rules, st.integers(0, SPAN), st.integers(1, 12))
 def test_granule_largest_cut_equals_a_scan(rule, limit, align):
-    legal = [x for x in range(0, limit + 1, align) if is_legal(x, *rule)]
+    legal = [x for x in range(0, limit + 1, align) if is_legal(x, Granule(*rule))]
     assert Granule(*rule).largest_cut(limit, align) == legal[-1]
 
 
 @MANY
 @given(rules, rules)
 def test_granule_combination_allows_only_what_both_allow(one, other):
-    both = {x for x in range(SPAN) if is_legal(x, *one) and is_legal(x, *other)}
+    both = {x for x in range(SPAN) if is_legal(x, Granule(*one)) and is_legal(x, Granule(*other))}
     try:
         combined = Granule(*one).combine(Granule(*other))
     except ValueError:
@@ -101,7 +98,9 @@ def test_earliest_start_equals_a_scan(rule, numel, align, shard, end):
     def fits(start: int) -> bool:
         stop = start * align + numel
         boundaries = range(0, stop, shard * align)
-        return all(is_legal(b - start * align, *rule) for b in boundaries if b > start * align)
+        return all(
+            is_legal(b - start * align, Granule(*rule)) for b in boundaries if b > start * align
+        )
 
     # Starts repeat from shard to shard, so two shards past the end show every possibility.
     starts = [start for start in range(end, end + 3 * shard) if fits(start)]
@@ -114,7 +113,7 @@ def test_uncut_runs_make_up_the_tensor_and_hold_no_cut(rule, numel, align):
     tensor = Cells.measure(numel, Granule(*rule), align)
     runs = tensor.uncut_runs()
     assert sum(length * count for length, count in runs.items()) == tensor.size
-    cuts = [x // align for x in range(0, numel, align) if is_legal(x, *rule)]
+    cuts = [x // align for x in range(0, numel, align) if is_legal(x, Granule(*rule))]
     gaps = sorted(b - a for a, b in zip(cuts, [*cuts[1:], tensor.size], strict=True))
     longest = sorted(length for length, count in runs.items() for _ in range(count))[-len(gaps) :]
     assert all(ours <= gap for ours, gap in zip(longest[::-1], gaps[::-1], strict=False))

@@ -75,8 +75,6 @@ def plan_of(model: str, world_size: int) -> OwnerPlan:
     [
         ("llama3_8b", 8, 224, 1.05),
         ("llama3_8b", 64, 224, 1.10),
-        ("deepseek_v3_perexpert", 64, 45_090, 1.05),
-        ("deepseek_v3_perexpert", 256, 45_090, 1.05),
         ("deepseek_v3_perexpert", 1024, 45_090, 1.05),
         ("kimi_k2_perexpert", 64, 69_668, 1.05),
         ("gpt_oss_120b", 64, None, 1.05),

@@ -1,6 +1,5 @@
 """Buckets of several segments: which are chosen, how they are moved, and that they train."""
 
-import random
 from functools import partial
 from itertools import pairwise
 
@@ -10,6 +9,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from legality import draw_tensors, lies_legally
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -32,31 +32,6 @@ from sharding.transport.collectives import Transport, next_tag
 MANY = settings(max_examples=max(100, settings.default.max_examples))
 
 
-def is_legal(cut: int, granule: Granule) -> bool:
-    """The definition of a legal cut, from the three numbers alone."""
-    numel, restart, cuts = granule.numel, granule.restart, granule.cuts or ()
-    return cut in (0, *cuts) or (numel > 0 and (cut % restart if restart else cut) % numel == 0)
-
-
-def draw_tensors(seed: int, most: int, unit: int) -> tuple[TensorSpec, ...]:
-    """Plain, restarting and listed granules; sizes and cuts in `unit`s, and odd ends."""
-    rng = random.Random(seed)
-    tensors = []
-    for i in range(rng.randint(1, most)):
-        numel = rng.choice([rng.randint(0, 20), rng.randint(20, 60)]) * unit - rng.choice([0, 0, 1])
-        period = rng.randint(2, 12) * unit
-        granule = rng.choice(
-            [
-                Granule(),
-                Granule(rng.choice([2, 3, 5, 7, 8]) * unit),
-                Granule(rng.choice([2, 3, 5]) * unit, restart=period),
-                Granule(0, cuts=tuple(rng.randint(1, 40) * unit for _ in range(4))),
-            ]
-        )
-        tensors.append(TensorSpec(str(i), max(0, numel), granule, rng.choice("ab")))
-    return tuple(tensors)
-
-
 def assert_lies_legally(segment: SegmentPlan, align: int) -> None:
     shard, end = segment.shard_numel, 0
     assert shard % align == 0
@@ -67,9 +42,7 @@ def assert_lies_legally(segment: SegmentPlan, align: int) -> None:
         assert offset >= end
         assert offset % align == 0
         end = offset + tensor.numel
-        boundaries = range((offset // shard + 1) * shard, end, shard)
-        assert all(is_legal(boundary - offset, tensor.granule) for boundary in boundaries)
-    assert end <= shard * segment.world_size
+        assert lies_legally(tensor, offset, shard, segment.world_size)
 
 
 @MANY
