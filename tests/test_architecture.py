@@ -381,7 +381,7 @@ def test_one_name_stands_for_one_thing_in_both_packages() -> None:
 
 
 def test_no_test_folder_is_a_package_that_hides_ours() -> None:
-    # tests/ is on sys.path: as a package, tests/sharding would be imported as `sharding`.
+    # Their parents may be on sys.path: as a package, tests/sharding would hide ours.
     assert list((ROOT / "tests").rglob("__init__.py")) == []
 
 

@@ -3,9 +3,9 @@ where the vocabulary happens to be as wide as something hidden (torchtitan#4812,
 matrix in the wrong group trains, and nobody sees it)."""
 
 import pytest
-from model_families import FAMILIES, family
 from torch import nn
 
+from model_families import FAMILIES, family
 from vfsdp_optim import param_groups
 
 # Family: matrices of Muon, vectors of AdamW, and by reason the ends of what else is AdamW's.

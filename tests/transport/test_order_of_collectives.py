@@ -85,7 +85,7 @@ def train_backward() -> list[list[str]]:
 def test_processes_with_other_hash_seeds_post_the_same_collectives(tmp_path):
     """Megatron-LM#2218, RLinf#1355: collectives in the order of a set, another on each rank."""
     script = tmp_path / "rank.py"
-    paths = [str(ROOT), str(ROOT / "tests"), str(Path(__file__).parent)]
+    paths = [str(ROOT), str(ROOT / "tests" / "support"), str(Path(__file__).parent)]
     script.write_text(SCRIPT.format(paths=paths))
     ranks = [
         subprocess.Popen(

@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from ranks import RankError, RankPool, distributed_examples, run_ranks
 
-TESTS = Path(__file__).parent
+PATHS = [Path(__file__).parent, Path(__file__).parents[1] / "support"]
 
 
 @pytest.fixture
@@ -222,7 +222,8 @@ def test_no_rank_outlives_the_process_that_started_it(tmp_path: Path) -> None:
         pool.run(test_ranks.hang_on, 2, 0)
     """
     # The killed parent cannot remove its temporary directory.
-    environment = {**os.environ, "PYTHONPATH": str(TESTS), "TMPDIR": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+    environment["TMPDIR"] = str(tmp_path)
     child = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         env=environment,
