@@ -269,7 +269,7 @@ def _count_nonzero(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -
 
 
 def _variance(*, root: bool) -> Combine:
-    """Reduce as `var` and `std` do: the mean first, by one of its own, so nothing cancels."""
+    """Reduce as `var` and `std` do: the mean first, then the rest, so nothing cancels."""
 
     def combine(func: OpOverload, terms: _Terms, arguments: dict[str, Any]) -> Tensor:
         dtype = terms.x.dtype
