@@ -49,6 +49,7 @@ ORDER = {
     ],
     "sharding.checkpoint": ["names", "optimizer_checks", "load_checks", "full_state"],
     "sharding.fsdp": [
+        "many_objects",
         "transforms",
         "proofs",
         "buffer",

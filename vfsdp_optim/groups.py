@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from sharding.fsdp.many_objects import collector_paused
 from sharding.planning.structure import FullMatrix
 from vfsdp_optim.output_heads import EMBEDDINGS, Use, output_heads, uses_of
 
@@ -72,6 +73,7 @@ class ParamGroups(list[dict[str, Any]]):
         return out.getvalue()
 
 
+@collector_paused()
 def param_groups(
     model: nn.Module,
     *,

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
+from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.proofs import record_update
 from sharding.planning.structure import Blocks, Demand, Elementwise
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, spread
@@ -209,6 +210,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Memory on a rank for the matrices that travel at a time."""
         return self._max_exchange_bytes
 
+    @collector_paused()
     def plan(self) -> OptimizerPlan:
         """Return what a step does with each parameter, to print; communicates nothing."""
         working = self._current_working_set()

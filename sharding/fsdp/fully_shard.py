@@ -34,6 +34,7 @@ from sharding.fsdp.arguments import (
 from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket
 from sharding.fsdp.fsdp_module import become_fsdp
+from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
 from sharding.fsdp.originals import mark_sharded, watch_optimizers
 from sharding.planning.negotiation import ParamSpec, negotiate
@@ -49,6 +50,7 @@ _RESIDENT_PADDING = 0.02
 ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
 
 
+@collector_paused()
 def fully_shard(
     module: ModuleOrList,
     *,

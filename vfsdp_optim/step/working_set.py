@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.proofs import UpdateLog, logs_of
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.algorithm import Algorithm
@@ -60,6 +61,7 @@ class WorkingSet:
 
 
 @torch.no_grad()
+@collector_paused()
 def make_working_set(
     groups: list[dict[str, Any]],
     algorithms: Mapping[str, Algorithm],
