@@ -79,9 +79,6 @@ ORDER = {
         "step",
         "checkpoint",
         "newton_schulz",
-        "matrix_roots",
-        "block_grid",
-        "shampoo_update",
         "plan",
         "optimizer",
         "fused_adam",
@@ -108,10 +105,22 @@ ORDER = {
         "plan_proof",
     ],
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
-    "vfsdp_optim.capacity": (
-        "shapes huggingface model_sources parallelism step_buffers optimizers training_setup "
-        "update_scratch matrix_work prediction advice tables picture __init__"
-    ).split(),
+    "vfsdp_optim.capacity": [
+        "shapes",
+        "huggingface",
+        "model_sources",
+        "parallelism",
+        "step_buffers",
+        "optimizers",
+        "training_setup",
+        "update_scratch",
+        "matrix_work",
+        "prediction",
+        "advice",
+        "tables",
+        "picture",
+        "__init__",
+    ],
     "vfsdp_optim.testing": [
         "oracle",
         "pool",
