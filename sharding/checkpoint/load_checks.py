@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 
@@ -87,6 +87,19 @@ class LoadCheck:
         for name, target, value in held:
             if isinstance(target, RaggedDTensor) and isinstance(value, DTensor):
                 state_dict[name] = _moved(name, value, target)
+            elif isinstance(target, DTensor) and not target.is_meta:
+                state_dict[name] = laid_out(target, value.detach())
+
+
+def laid_out(sharded: DTensor, held: Tensor) -> Tensor:
+    """Return `held` as what may be copied into a sharded parameter; a collective for some."""
+    if isinstance(sharded, RaggedDTensor) or not held.dim():
+        return held
+    if not isinstance(held, DTensor):
+        return distribute_tensor(held, sharded.device_mesh, sharded.placements, src_data_rank=None)
+    if held.device_mesh != sharded.device_mesh or held.placements != sharded.placements:
+        return held.redistribute(sharded.device_mesh, sharded.placements)
+    return held
 
 
 def _complaint(name: str, target: Tensor, value: Any, assign: bool) -> str:

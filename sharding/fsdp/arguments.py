@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sharding.fsdp.module_state import state_of
 from sharding.fsdp.originals import sharded_as
+from sharding.fsdp.proofs import logs_of
 from sharding.planning.structure import DeclaresStructure, Structure
-from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of
 from sharding.transport.backends import backend_of, device_types, world
 
@@ -87,15 +87,15 @@ def check_options(
     resident_padding: object,
 ) -> None:
     """Refuse values of the wrong type, and valid requests that are not supported."""
-    if shard_placement_fn is not None:
-        raise NotImplementedError(
-            "shard_placement_fn is not supported: layouts are planned; declare what a parameter "
-            "needs with structure= or optimizer="
+    if shard_placement_fn is not None and not callable(shard_placement_fn):
+        raise TypeError(
+            f"shard_placement_fn: expected a function parameter -> Shard or None, got "
+            f"{shard_placement_fn!r}"
         )
     if dp_mesh_dims is not None:
         raise NotImplementedError(
-            f"dp_mesh_dims={dp_mesh_dims!r} is not supported: parameters are plain tensors here, "
-            f"not DTensors of a larger mesh; pass its data-parallel dims as mesh="
+            f"dp_mesh_dims={dp_mesh_dims!r} is not supported; distribute parameters over the dims "
+            f"of tensor parallelism alone, and pass the data-parallel dims as mesh="
         )
     if type(offload_policy) is not OffloadPolicy:
         raise NotImplementedError(f"{offload_policy!r} is not supported; use OffloadPolicy()")
@@ -285,23 +285,17 @@ def check_parameters(sites: dict[str, list[Site]]) -> None:
                 f"put the modules that share it into one call, fully_shard([a, b]), or leave both "
                 f"to the call on the model that holds them"
             )
-        if isinstance(parameter, RaggedDTensor):
+        if logs_of([parameter]):
             raise ValueError(
                 f"{fqn} was sharded by an earlier fully_shard call on a module around this one; "
                 f"call fully_shard on the inner modules first, then on what holds them"
-            )
-        if isinstance(parameter, DTensor):
-            raise ValueError(
-                f"{fqn} is a {type(parameter).__name__} with placements {parameter.placements!r} "
-                f"already; tensor parallelism and torch's fully_shard cannot be combined with "
-                f"this one: shard plain parameters"
             )
         if is_lazy(parameter):
             raise ValueError(
                 f"{fqn} has no shape yet; run the module once before fully_shard, or build it with "
                 f"its sizes"
             )
-        if is_traceable_wrapper_subclass(parameter):
+        if is_traceable_wrapper_subclass(parameter) and type(parameter.data) is not DTensor:
             raise NotImplementedError(
                 f"{fqn} is a {type(parameter).__name__}, whose data a flat buffer cannot hold; "
                 f"shard plain parameters, or pass it in ignored_params"

@@ -10,17 +10,18 @@ hooks, of other buckets or of autograd's order: `state.py` calls the verbs at th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from enum import Enum, auto
-from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
+from sharding.fsdp.forms import Form, RaggedForm
 from sharding.fsdp.gathered import GatheredForms, mark_gathered
 from sharding.fsdp.gradient_slots import GradientSlots
 from sharding.fsdp.held_parts import HeldParts
@@ -28,6 +29,7 @@ from sharding.fsdp.parameter import (
     BucketParameter,
     PieceAddresses,
     check_converted_as_a_whole,
+    hands_gradients_to,
     placement_in,
     prepare_accumulation,
 )
@@ -36,7 +38,6 @@ from sharding.fsdp.reduction import Reduction, ReductionWishes, Replicas
 from sharding.fsdp.slots import Slots
 from sharding.fsdp.transforms import outside_of_transforms
 from sharding.planning.negotiation import BucketPlan
-from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.axes import groups_of, shard_group
 from sharding.transport.collectives import Pending, PendingMean, Transport, next_tag
 from sharding.transport.debug import announce, check_written
@@ -59,6 +60,7 @@ class Bucket:
         mesh: 1-D device mesh to shard over, or 2-D (replicate, shard).
         mp_policy: torch's policy; reductions default to the compute dtype.
         device: Where the shards live.
+        cuts: The forms of parameters whose cut was given, by their place in the plan.
     """
 
     def __init__(
@@ -69,8 +71,10 @@ class Bucket:
         mesh: DeviceMesh,
         mp_policy: MixedPrecisionPolicy,
         device: torch.device,
+        cuts: Mapping[int, Form] | None = None,
     ) -> None:
         self.plan = plan
+        self._cuts = cuts or {}
         self.name = plan.name
         self.prefix = ""  # of its parameters' names below the root
         self.mesh = mesh
@@ -135,28 +139,31 @@ class Bucket:
         original = module._parameters[name]
         if original is None:
             raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
-        buffer.copy_from_full(index, original)
-        local = self.ragged(i, buffer.local_view(index))
-        sharded = cast(RaggedDTensor, nn.Parameter(local, requires_grad=original.requires_grad))
+        form = self._form(i)
+        buffer.copy_from_full(index, form.flat(original.detach()))
+        local = form.sharded(buffer.local_view(index))
+        sharded = cast(DTensor, nn.Parameter(local, requires_grad=original.requires_grad))
         sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
         attach_log(sharded, self.updates)
-        return BucketParameter(spec.fqn, sites, segment, index, sharded, self._make_unsharded(i))
+        unsharded = self._make_unsharded(i)
+        return BucketParameter(spec.fqn, sites, segment, index, form, sharded, unsharded)
 
     def _make_unsharded(self, i: int) -> nn.Parameter:
         """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
         segment, index = self.plan.location[i]
-        unsharded = self.buffers[segment].unsharded_parameter(index, self.plan.params[i].shape)
+        unsharded = self.buffers[segment].unsharded_parameter(index, self._form(i).gathered)
         mark_gathered(unsharded, self.plan.params[i].fqn)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
-            unsharded.register_post_accumulate_grad_hook(partial(_accumulate, weakref.ref(self), i))
+            unsharded.register_post_accumulate_grad_hook(hands_gradients_to(self, i))
             unsharded.requires_grad_(False)  # until it is unsharded
         return unsharded
 
-    def ragged(self, i: int, local: Tensor) -> RaggedDTensor:
-        """Return a RaggedDTensor of parameter `i`'s shape and layout over `local`."""
-        shape = self.plan.params[i].shape
-        return RaggedDTensor.from_local(local, self.mesh, placement_in(self.plan, i), shape)
+    def _form(self, i: int) -> Form:
+        """How parameter `i` lies in its buffer."""
+        if i in self._cuts:
+            return self._cuts[i]
+        return RaggedForm(self.mesh, placement_in(self.plan, i), self.plan.params[i].shape)
 
     def describe(self) -> str:
         """Return all that ranks must agree on before the first collective, as text."""
@@ -206,7 +213,7 @@ class Bucket:
         """Return whether the segment has another dtype or device than before."""
         buffer, members = self.buffers[segment], self._members[segment]
         kind = self.parameters[members[0]].kind
-        pieces = [self.parameters[i].local for i in members]
+        pieces = [self.parameters[i].piece for i in members]
         converted = kind != (buffer.dtype, buffer.device)
         if converted:
             buffer = self.buffers[segment] = self._make_buffer(segment, *kind)
@@ -215,7 +222,7 @@ class Bucket:
             view = buffer.local_view(parameter.index)
             if piece.data_ptr() != view.data_ptr():
                 view.copy_(piece)
-            parameter.sharded._local_tensor = view
+            parameter.sharded._local_tensor = parameter.form.local(view)
             if converted:
                 parameter.unsharded = self._make_unsharded(i)
                 parameter.sharded_grad = None
@@ -309,7 +316,8 @@ class Bucket:
                 parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
         written = self._gathered.written()
         for parameter in written:
-            self.buffers[parameter.segment].copy_changed(parameter.index, parameter.unsharded)
+            full = parameter.form.flat(parameter.unsharded.detach())
+            self.buffers[parameter.segment].copy_changed(parameter.index, full)
         if written:
             self._gathered.note_sources()  # they have the same values again
         check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
@@ -401,7 +409,7 @@ class Bucket:
         buffer = self.buffers[parameter.segment]
         if buffer.grad_slots is None:
             self._slots_of[parameter.segment].borrow(self.workspace)
-        buffer.write_grad(parameter.index, grad, accumulate=i in self._seen)
+        buffer.write_grad(parameter.index, parameter.form.flat(grad), accumulate=i in self._seen)
         self._seen.add(i)
         if self.grad_arrived is not None:
             self.grad_arrived()
@@ -484,14 +492,3 @@ class Bucket:
                 parameter.sharded.grad = parameter.grad_over(buffer)
                 for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
                     hook(parameter.sharded)
-
-
-def _accumulate(bucket: weakref.ref[Bucket], i: int, _: Tensor) -> None:
-    """Return the hook on an unsharded parameter.
-
-    Garbage collection does not see through it: a strong reference would keep the model, its memory
-    and its process group for ever.
-    """
-    alive = bucket()
-    if alive is not None:
-        alive.accumulate_grad(i)

@@ -30,7 +30,7 @@ Padding is zero in `shard` and `shard_grad` at rest. In the other two it is neve
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -222,15 +222,15 @@ class DistributedBuffer:
         old = self.shard[low:high]
         old.copy_(torch.where(new == old.to(new.dtype), old, new.to(old.dtype)))
 
-    def unsharded_parameter(self, index: int, shape: Sequence[int]) -> nn.Parameter:
-        """Return a parameter of the given shape that aliases the gathered buffer."""
+    def unsharded_parameter(self, index: int, form: Callable[[Tensor], Tensor]) -> nn.Parameter:
+        """Return a parameter over the gathered buffer; `form` makes it of its flat elements."""
         offset, numel = self.plan.offsets[index], self.plan.tensors[index].numel
         nbytes = self.unsharded.numel() * self.unsharded.element_size()
         freed = self.unsharded.untyped_storage().size() == 0
         if freed:  # a view needs its storage to exist
             self.unsharded.untyped_storage().resize_(nbytes)
-        view = self.unsharded[offset : offset + numel].view(torch.Size(shape))
-        parameter = nn.Parameter(view.data, requires_grad=False)
+        view = form(self.unsharded[offset : offset + numel].data)
+        parameter = nn.Parameter(view, requires_grad=False)
         if freed:
             self.free_unsharded()
         return parameter

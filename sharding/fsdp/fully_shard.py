@@ -33,7 +33,9 @@ from sharding.fsdp.arguments import (
 )
 from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket
+from sharding.fsdp.forms import TorchForm
 from sharding.fsdp.fsdp_module import become_fsdp
+from sharding.fsdp.given_cuts import chunk_of, given_cut, local_of
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
 from sharding.fsdp.originals import mark_sharded, watch_optimizers
@@ -85,11 +87,15 @@ def fully_shard(
             backward would gather again at once. An integer n, a factor of the number of shards:
             groups of n consecutive ranks hold the gathered parameters together until backward,
             which then gathers within the group; n = 1 is `False`.
-        shard_placement_fn: Not supported; layouts are planned (see `structure`).
+        shard_placement_fn: `parameter -> Shard | None`. A parameter with a `Shard` is cut as torch
+            cuts it, and is torch's DTensor; for None its layout is planned. On another dim than 0,
+            chunks are to be equal. Muon needs `Shard(0)` or None for its matrices.
         mp_policy: Dtypes of compute, reduction and outputs.
         offload_policy: Only the default.
         ignored_params: Parameters to leave as they are.
-        dp_mesh_dims: Not supported; pass the data-parallel dims of a mesh as `mesh`.
+        dp_mesh_dims: Not supported; pass the data-parallel dims of a mesh as `mesh`. Parameters
+            that are DTensors of tensor parallelism over its other dims are cut further as torch
+            cuts them, and are torch's DTensors over all of these dims.
         optimizer: An optimizer built before sharding. What it declares shapes the layout, and its
             groups are edited in place to hold the sharded parameters.
         structure: `(fqn, parameter) -> Structure | None`, for structure that must hold in the
@@ -134,8 +140,23 @@ def fully_shard(
     bucket, beginnings = None, None
     if sites:
         originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
-        specs = [_spec(fqn, each, optimizer, structure) for fqn, each in originals.items()]
+        cuts = {
+            i: cut
+            for i, (fqn, each) in enumerate(originals.items())
+            if (cut := given_cut(fqn, each, mesh, shard_placement_fn)) is not None
+        }
         name, ranks = ", ".join(map(class_name, modules)), shard_size(mesh)
+        specs = [
+            _spec_of_cut(fqn, each, cuts[i], ranks, structure)
+            if i in cuts
+            else _spec(fqn, each, optimizer, structure)
+            for i, (fqn, each) in enumerate(originals.items())
+        ]
+        if plan is not None and cuts:
+            raise NotImplementedError(
+                f"{specs[min(cuts)].fqn} has a cut that was given, by tensor parallelism or "
+                f"shard_placement_fn, and plan= has another; pass one of them"
+            )
         if plan is None:
             layout = negotiate(name, specs, ranks, resident_padding=resident_padding)
         elif resident_padding != _RESIDENT_PADDING:
@@ -151,9 +172,11 @@ def fully_shard(
             mesh=mesh,
             mp_policy=mp_policy,
             device=storage_device(originals, mesh),
+            cuts=cuts,
         )
-        bucket.initial_values = checksums(originals)
-        beginnings = Beginnings(originals, [each.local for each in bucket.parameters])
+        given = {fqn: local_of(original) for fqn, original in originals.items()}
+        bucket.initial_values = checksums(given)
+        beginnings = Beginnings(given, [each.piece for each in bucket.parameters])
         if optimizer is not None:  # it may refuse, and then no module has changed
             sharded = [parameter.sharded for parameter in bucket.parameters]
             optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
@@ -200,6 +223,20 @@ def _spec(
     dtype = str(parameter.dtype).removeprefix("torch.")
     shape, trainable = tuple(parameter.shape), parameter.requires_grad
     return ParamSpec(fqn, shape, dtype, tuple(demands), group_key, trainable)
+
+
+def _spec_of_cut(
+    fqn: str, parameter: nn.Parameter, cut: TorchForm, ranks: int, structure: StructureFn | None
+) -> ParamSpec:
+    """Return the same of a parameter whose cut was given: nothing else can shape it."""
+    if structure is not None and (declared := structure(fqn, parameter)) is not None:
+        raise ValueError(
+            f"{fqn} has a cut that was given, by tensor parallelism or shard_placement_fn, and "
+            f"structure= declares {declared!r} for it; return None for one of them"
+        )
+    dtype = str(parameter.dtype).removeprefix("torch.")
+    chunk = chunk_of(cut, ranks)
+    return ParamSpec(fqn, cut.stored, dtype, trainable=parameter.requires_grad, chunk=chunk)
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from sharding.fsdp.parameter import BucketParameter
 
@@ -121,13 +122,15 @@ class GatheredForms:
     def open(self) -> None:
         """Make parameters of what was freed; their values have arrived."""
         for parameter in self._parameters:
-            parameter.unsharded.__class__ = GatheredParameter
+            if not isinstance(parameter.unsharded, DTensor):
+                parameter.unsharded.__class__ = GatheredParameter
         self._forms = self._form_versions()
 
     def close(self) -> None:
         """Have every further use of the gathered forms raise."""
         for parameter in self._parameters:
-            parameter.unsharded.__class__ = FreedParameter
+            if not isinstance(parameter.unsharded, DTensor):
+                parameter.unsharded.__class__ = FreedParameter
 
     def are_old(self) -> bool:
         """Return whether what was gathered has been written since, in its sharded form."""
@@ -145,7 +148,7 @@ class GatheredForms:
         found = []
         for i, parameter in enumerate(self._parameters):
             form = cast(GatheredParameter, parameter.unsharded)
-            if versions[i] == self._forms[i] and not form.data_taken:
+            if versions[i] == self._forms[i] and not getattr(form, "data_taken", False):
                 continue
             form.data_taken = False
             if parameter.sharded._version != self._sources[i][0]:

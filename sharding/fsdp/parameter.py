@@ -5,19 +5,23 @@ May touch: modules' parameter slots, the sharded form. Communicates nothing.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
-from typing import cast
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+from sharding.checkpoint.load_checks import laid_out
 from sharding.fsdp.buffer import DistributedBuffer
+from sharding.fsdp.forms import Form
 from sharding.planning.negotiation import BucketPlan
 from sharding.planning.planner import ALIGN
 from sharding.tensor.placement import RaggedShard
-from sharding.tensor.ragged_tensor import RaggedDTensor
 
 
 @dataclass(slots=True)
@@ -28,14 +32,20 @@ class BucketParameter:
     sites: list[tuple[nn.Module, str]]  # several when tied
     segment: int
     index: int  # in the segment
-    sharded: RaggedDTensor  # an nn.Parameter, over the shard
+    form: Form
+    sharded: DTensor  # an nn.Parameter, over the shard
     unsharded: nn.Parameter  # view of the gathered buffer
-    sharded_grad: RaggedDTensor | None = None  # made once, over the averaged gradient
+    sharded_grad: DTensor | None = None  # made once, over the averaged gradient
 
     @property
     def local(self) -> Tensor:
-        """(n_local,), where the sharded parameter keeps its elements."""
+        """Where the sharded parameter keeps its elements."""
         return self.sharded._local_tensor
+
+    @property
+    def piece(self) -> Tensor:
+        """(n_local,), the same in the order of the buffer."""
+        return self.form.piece(self.sharded)
 
     @property
     def kind(self) -> tuple[torch.dtype, torch.device]:
@@ -49,14 +59,11 @@ class BucketParameter:
         elif self.sharded.grad is not None:
             self.sharded.grad.zero_()
 
-    def grad_over(self, buffer: DistributedBuffer) -> RaggedDTensor:
+    def grad_over(self, buffer: DistributedBuffer) -> DTensor:
         """Return the sharded gradient, over the averaged gradients of the buffer; made once."""
         if self.sharded_grad is None:
             # The placement of the parameter itself: optimizers find them equal at once.
-            sharded, view = self.sharded, buffer.local_grad_view(self.index)
-            self.sharded_grad = RaggedDTensor.from_local(
-                view, sharded._spec.mesh, sharded.placement, sharded.shape
-            )
+            self.sharded_grad = self.form.sharded(buffer.local_grad_view(self.index))
         return self.sharded_grad
 
     def check_user_grad(self) -> None:
@@ -64,7 +71,8 @@ class BucketParameter:
         grad, sharded = self.sharded.grad, self.sharded
         if grad is None or grad is self.sharded_grad:
             return
-        if not isinstance(grad, RaggedDTensor) or grad.placements != sharded.placements:
+        alike = isinstance(grad, DTensor) and type(grad) is type(sharded.data)
+        if not alike or cast(DTensor, grad).placements != sharded.placements:
             raise TypeError(
                 f"{self.fqn}.grad was set to a {type(grad).__name__} of shape "
                 f"{tuple(grad.shape)} in {getattr(grad, 'placements', None)!r}; expected one "
@@ -93,9 +101,9 @@ class BucketParameter:
                 f"the sharded layout is {tuple(self.sharded.shape)}"
             )
         if self.sharded.is_meta:
-            _materialise(self.sharded, held)
+            _materialise(self.form, self.sharded, held)
         else:
-            self.sharded.copy_(held.detach())
+            self.sharded.copy_(laid_out(self.sharded, held.detach()))
         self.sharded.requires_grad_(held.requires_grad)
 
 
@@ -109,7 +117,7 @@ def prepare_accumulation(buffer: DistributedBuffer, parameters: Sequence[BucketP
             view.zero_()
             buffer.clear_flag(parameter.index)
         elif grad is not parameter.sharded_grad:  # set by the user
-            view.copy_(cast(RaggedDTensor, grad).to_local())
+            view.copy_(parameter.form.piece(cast(DTensor, grad)))
 
 
 def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
@@ -125,6 +133,28 @@ def placement_in(plan: BucketPlan, i: int) -> RaggedShard:
         buffer.world_size,
         granule.numel if granule.is_plain else ALIGN,  # all cuts are multiples of ALIGN
     )
+
+
+class TakesGradients(Protocol):
+    """What the gradients of unsharded parameters go to: a `Bucket`."""
+
+    def accumulate_grad(self, i: int) -> None:
+        """Take the gradient that parameter `i` has now."""
+
+
+def hands_gradients_to(taker: TakesGradients, i: int) -> Callable[[Tensor], None]:
+    """Return the hook on unsharded parameter `i`.
+
+    Garbage collection does not see through it: a strong reference would keep the model, its memory
+    and its process group for ever.
+    """
+    return partial(_hand_over, weakref.ref(taker), i)
+
+
+def _hand_over(taker: weakref.ref[TakesGradients], i: int, _: Tensor) -> None:
+    alive = taker()
+    if alive is not None:
+        alive.accumulate_grad(i)
 
 
 class PieceAddresses:
@@ -161,13 +191,13 @@ def put(module: nn.Module, name: str, tensor: Tensor) -> None:
         setattr(module, name, tensor)
 
 
-def _materialise(sharded: RaggedDTensor, held: Tensor) -> None:
-    """Give a parameter on meta memory with its own range of `held`; the object stays the same."""
+def _materialise(form: Form, sharded: DTensor, held: Tensor) -> None:
+    """Give a parameter on meta memory its own range of `held`; the object stays the same."""
     mesh = sharded.device_mesh
     device = held.device if held.is_meta else torch.device(mesh.device_type)
-    piece = torch.empty_like(sharded._local_tensor, dtype=held.dtype, device=device)
-    local = RaggedDTensor.from_local(piece, mesh, sharded.placement, sharded.shape)
-    local.copy_(held.detach())
+    piece = torch.empty_like(form.piece(sharded), dtype=held.dtype, device=device)
+    local = form.sharded(piece)
+    local.copy_(laid_out(local, held.detach()))
     materialised = nn.Parameter(local, requires_grad=sharded.requires_grad)
     materialised.__dict__.update(sharded.__dict__)  # marks, which would be swapped too
     torch.utils.swap_tensors(sharded, materialised)

@@ -26,6 +26,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from sharding.fsdp.beginnings import Beginnings, check_equal_beginnings
 from sharding.fsdp.bucket import Bucket, ShardedState
@@ -35,7 +36,6 @@ from sharding.fsdp.originals import check_hooks
 from sharding.fsdp.proofs import Proofs
 from sharding.fsdp.reduction import ReductionsInFlight
 from sharding.planning.structure import DeclaresStructure
-from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.agreement import check_same_on_all_ranks
 
 
@@ -156,7 +156,7 @@ class RootContext:
             texts = [f"{bucket.describe()}\n{state.describe()}" for state, bucket in members]
             check_same_on_all_ranks("\n".join(texts), groups, "the sharding plan")
             began = [
-                (bucket.name, state.beginnings, [p.local for p in bucket.parameters])
+                (bucket.name, state.beginnings, [p.piece for p in bucket.parameters])
                 for state, bucket in members
                 if state.beginnings is not None
             ]
@@ -178,7 +178,7 @@ class RootContext:
             for g, group in enumerate(optimizer.param_groups):
                 names = group.get("param_names")
                 for i, parameter in enumerate(group["params"]):
-                    if not isinstance(parameter, RaggedDTensor) and id(parameter) not in ignored:
+                    if not isinstance(parameter, DTensor) and id(parameter) not in ignored:
                         name = names[i] if names else f"parameter {i} of param group {g}"
                         raise RuntimeError(
                             f"{name} of shape {tuple(parameter.shape)} is in the optimizer, but no "

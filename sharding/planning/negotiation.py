@@ -41,6 +41,8 @@ class ParamSpec:
         group_key: Parameters of one key are laid side by side where that costs nothing.
         trainable: Whether it requires a gradient. Parameters of one segment have one dtype, and
             frozen ones are not with trainable ones: a segment without gradients is never reduced.
+        chunk: Elements that each rank holds, in a segment of its own, where the cut was given; None
+            where it is planned.
     """
 
     fqn: str
@@ -49,6 +51,7 @@ class ParamSpec:
     demands: tuple[Demand, ...] = ()
     group_key: str = ""
     trainable: bool = True
+    chunk: int | None = None
 
     @property
     def numel(self) -> int:
@@ -209,6 +212,12 @@ def negotiate(
             f"bucket {name!r} has several parameters named {', '.join(map(repr, repeated))}. "
             "Give each parameter once, under one name."
         )
+    if any(param.chunk is not None for param in params):
+        rest = [param for param in params if param.chunk is None]
+        planned = negotiate(
+            name, rest, world_size, resident_padding=resident_padding, segment_gain=segment_gain
+        )
+        return _with_given_cuts(planned, params, world_size)
     stored = tuple(stored_granule(param) for param in params)
     raised = tuple(map(_raised_granule, params, stored))
     # Names are left out, so that equal layers are negotiated once.
@@ -216,6 +225,29 @@ def negotiate(
     layout = _Placing(world_size, segment_gain)
     granules = _choose_granules(unnamed, stored, raised, layout, resident_padding)
     return layout.plan(name, params, granules)
+
+
+def _with_given_cuts(
+    planned: BucketPlan, params: tuple[ParamSpec, ...], world_size: int
+) -> BucketPlan:
+    """Return the plan of some of `params`, with a segment for each of the others."""
+    segments, dtypes = list(planned.segments), list(planned.dtypes)
+    trainable, places = list(planned.trainable), iter(planned.location)
+    location = []
+    for param in params:
+        if param.chunk is None:
+            location.append(next(places))
+            continue
+        tensor = _tensor(param, Granule(param.chunk))
+        location.append((len(segments), 0))
+        segments.append(
+            SegmentPlan((tensor,), world_size, param.chunk, (0,), (0,), param.chunk, "bound")
+        )
+        dtypes.append(param.dtype)
+        trainable.append(param.trainable)
+    return BucketPlan(
+        planned.name, params, tuple(segments), tuple(dtypes), tuple(trainable), tuple(location)
+    )
 
 
 def stored_granule(param: ParamSpec) -> Granule:

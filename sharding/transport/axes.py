@@ -29,6 +29,24 @@ def shard_size(mesh: DeviceMesh) -> int:
     return mesh.size(mesh.ndim - 1)
 
 
+def joined_mesh(data: DeviceMesh, other: DeviceMesh, fqn: str) -> DeviceMesh:
+    """Return the mesh of the dims of both, those of `data` first; communicates nothing.
+
+    Raises:
+        ValueError: They are no two parts of one mesh with named dims; names the parameter.
+    """
+    names = (data.mesh_dim_names or (), other.mesh_dim_names or ())
+    root = data._get_root_mesh()
+    apart = all(names) and not set(names[0]) & set(names[1])
+    if not apart or other._get_root_mesh() != root:
+        raise ValueError(
+            f"{fqn} is a DTensor over {other!r}, and is to be sharded over {data!r}; pass dims of "
+            f"one mesh to both: mesh = init_device_mesh(..., mesh_dim_names=('data', 'tensor')), "
+            f"parallelize_module(..., mesh['tensor']), fully_shard(..., mesh=mesh['data'])"
+        )
+    return DeviceMesh._concatenate([data, other])
+
+
 def part_of_shard_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup:
     """Return the group of `ranks` consecutive ranks of the shard axis that this one is in.
 

@@ -159,11 +159,12 @@ ARGUMENTS = (
         "reshard_after_forward=2",
         lambda s: [s.sharded(reshard_after_forward=each) for each in (1, 2)],
     ),
-    refused(
+    Call(
         "shard_placement_fn",
-        "shard_placement_fn=",
-        lambda s: s.sharded(shard_placement_fn=lambda p: Shard(1)),
-        "A bucket is cut, not each parameter along a dim.",
+        "shard_placement_fn=lambda p: Shard(...)",
+        lambda s: s.sharded(shard_placement_fn=lambda p: Shard(p.dim() - 1)),
+        words="Cut as torch cuts, into torch's DTensors; for None the layout is planned. On "
+        "another dim than 0 gathered parameters are strided views.",
     ),
     Call("mp_policy", "mp_policy=MixedPrecisionPolicy(...)", lambda s: _mixed(s), words="Below."),
     refused(

@@ -8,25 +8,6 @@ APPLY = 89
 
 # Reason -> the tests that end by it.
 ENDINGS = {
-    "*refused*: parameters that are DTensors of tensor parallelism": (
-        "init: test_move_states_to_device_dtensor_valid",
-        "init: test_shard_dtensor_parameters",
-        "init: test_meta_device_2d_init",
-        "init: test_init_2d_transformer_shard_diff_dim",
-        "state_dict: test_2d_state_dict_correctness",
-        "state_dict: test_dp_tp_state_dict_save_load",
-        "state_dict: test_hsdp_tp_state_dict_save_load",
-        "training: test_2d_mlp_with_nd_mesh",
-    ),
-    "*refused*: `shard_placement_fn`": (
-        "init: test_init_1d_transformer_shard_dim_neg1",
-        "init: test_init_1d_transformer_shard_largest_dim",
-        "init: test_init_1d_uneven_shard_largest_dim",
-        "init: test_invalid_shard_dim",
-        "training: test_train_parity_single_group_shard_largest_dim",
-        "training: test_train_parity_shard_placement_fn_shard_largest_dim",
-        "training: test_shard_placement_fn_contiguous_params_grads",
-    ),
     "*refused*: tensor subclasses that gather themselves": (
         "extensions: test_all_gather_extensions_train_parity",
         "extensions: test_all_gather_extensions_end_to_end",
@@ -40,6 +21,9 @@ ENDINGS = {
     "*better*: expects an error of what works here, a scalar and a non-contiguous parameter": (
         "init: test_raise_scalar_parameter",
         "init: test_raise_noncontiguous_parameter",
+    ),
+    "*other*: gathered parameters that are cut along another dim than 0 are strided views": (
+        "training: test_shard_placement_fn_contiguous_params_grads",
     ),
     "*other*: expects each parameter cut along dim 0, with a piece on every rank": (
         "init: test_shard_tensor_parameters",

@@ -9,7 +9,7 @@ import torch.distributed.fsdp as torch_fsdp
 from rows import Scene, run_model, run_plain, shard_plain, sharding
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 import vfsdp_optim
@@ -171,7 +171,12 @@ MISUSES_OF_SHARDING: dict[type[Exception], list[tuple]] = {
         ),
         ("resident_padding|got nan", sharding(resident_padding=float("nan"))),
         ("'meta'|one of them", lambda s: fully_shard(s.plain, mesh=DeviceMesh("meta", [0, 1]))),
-        ("head.weight|Replicate()|shard plain parameters", shard_plain, replicate_head, "plain"),
+        (
+            "head.weight|is a DTensor over|dims of one mesh to both",
+            shard_plain,
+            replicate_head,
+            "plain",
+        ),
         (
             "blocks.0.norm.weight|embedding.weight|torch.device('meta')",
             shard_plain,
@@ -227,7 +232,7 @@ MISUSES_OF_SHARDING: dict[type[Exception], list[tuple]] = {
         ),
     ],
     NotImplementedError: [
-        ("shard_placement_fn|structure=", sharding(shard_placement_fn=lambda p: Shard(0))),
+        ("shard_placement_fn|Replicate()", sharding(shard_placement_fn=lambda p: Replicate())),
         (
             "CPUOffloadPolicy|OffloadPolicy()",
             sharding(offload_policy=torch_fsdp.CPUOffloadPolicy()),
