@@ -95,17 +95,11 @@ ORDER = {
         "__main__",
     ],
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
-    "vfsdp_optim.states": ["scratch", "block_codec", "formats", "weights", "precision"],
-    "vfsdp_optim.step": [
-        "nonfinite",
-        "runs",
-        "units",
-        "sharded_units",
-        "admission",
-        "standing_state",
-        "working_set",
-        "plan_proof",
-    ],
+    "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),
+    "vfsdp_optim.step": (
+        "nonfinite member runs units sharded_units admission standing_state unit_owners "
+        "working_set plan_proof"
+    ).split(),
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
     "vfsdp_optim.capacity": [
         "shapes",

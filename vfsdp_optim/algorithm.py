@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from sharding.planning.structure import Elementwise, Structure
+from sharding.planning.structure import Elementwise, Structure, Unit
 
 if TYPE_CHECKING:
     from vfsdp_optim.states.scratch import Scratch
@@ -196,13 +196,50 @@ class Algorithm(ABC):
         """
 
 
+@dataclass(frozen=True, slots=True)
+class UnitState:
+    """One state that a unit has on its owner, fp32 and zero before the first step.
+
+    Attributes:
+        shape: of one matrix or panel; at least one dim.
+        compressible: whether it is kept as 8-bit codes where the states of its parameter are.
+        nonnegative: whether its numbers are never negative.
+    """
+
+    shape: tuple[int, ...]
+    compressible: bool = False
+    nonnegative: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class UnitContext:
+    """What `matrix_update` may know beside its input.
+
+    Attributes:
+        index: number of the matrix among all of the optimizer, the same at every world size: work
+            that is not done in each step is spread by it.
+        step: number of this step of the parameter, from 1; 0 where steps are not counted.
+        states: those of `unit_states`, fp32, to be written to in place.
+    """
+
+    index: int
+    step: int
+    states: Mapping[str, Tensor]
+
+
 class MatrixAlgorithm(Algorithm):
     """An update rule with a second part that needs whole matrices.
 
     `structure` declares the units: whole matrices (`FullMatrix`) or panels of rows (`RowPanels`).
     Between the parts stands one tensor per parameter, the input of the matrix part, and one comes
     back: the update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
+    `unit_states` declares what a unit keeps where it is computed: there is one copy of it, on its
+    owner, and it never travels in a step.
     """
+
+    def unit_states(self, group: dict[str, Any], unit: Unit) -> Mapping[str, UnitState]:
+        """Return the states of one matrix of a unit, by key; the keys are one set per group."""
+        return {}
 
     def wire_dtype(self, group: dict[str, Any], device: torch.device) -> torch.dtype:
         """Return the dtype in which inputs and updates of the matrix part are exchanged."""
@@ -215,7 +252,9 @@ class MatrixAlgorithm(Algorithm):
         """Write the input of the matrix part for some elements, all 1-D; `out` has wire dtype."""
 
     @abstractmethod
-    def matrix_update(self, group: dict[str, Any], matrix: Tensor, scratch: Scratch) -> Tensor:
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Scratch
+    ) -> Tensor:
         """Return the update (m, n) for the input (m, n) of one matrix; it may lie in `scratch`."""
 
     @abstractmethod

@@ -15,6 +15,7 @@ from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
     Precision,
+    UnitContext,
     check_at_least_zero,
     check_state_dtype,
     check_switches,
@@ -121,7 +122,9 @@ class MuonAlgorithm(MatrixAlgorithm):
         else:
             out.copy_(grad.to(buffer.dtype).lerp(buffer, group["momentum"]))
 
-    def matrix_update(self, group: dict[str, Any], matrix: Tensor, scratch: Scratch) -> Tensor:
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Scratch
+    ) -> Tensor:
         """Return the orthogonalized matrix."""
         return orthogonalize(
             matrix,

@@ -26,9 +26,9 @@ from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.admission import admit
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.step.plan_proof import check_agreement
-from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.sharded_units import (
     LocalMatrices,
     ShardedMatrices,
@@ -329,7 +329,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
                 checkpoint.check_states(working)
                 checkpoint.check_hyper_parameters(self.param_groups)
             with agreed(peers):
-                values = checkpoint.read_states(working, self._algorithm)
+                values = checkpoint.read_states(working)
         except Exception:
             for param in added:
                 self._states.pop(param, None)
@@ -461,7 +461,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             or any(member.moved for member in working.members)
         ):
             self._working_set, self._edited = None, True  # until it is right
-            limits = self._replicas, self._max_exchange_bytes
+            limits = self._replicas, self._max_exchange_bytes, self._scratch
             working = make_working_set(
                 self.param_groups, self._algorithms, *limits, self._states, self._has_state
             )
@@ -492,4 +492,5 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _structure_of(self, member: Member) -> str:
         """Return the group keys that a member's matrices and states follow from, as text."""
         group = self.param_groups[member.group]
-        return " ".join(f"{key}={group[key]!r}" for key in self._structural_keys(group))
+        texts = [f"{key}={group[key]!r}" for key in self._structural_keys(group)]
+        return " ".join([*texts, f"owners={member.owners}"])

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from sharding.planning.ownership import OwnerPlan
-from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.sharded_units import Job, plan_jobs
 
 

@@ -377,11 +377,13 @@ def _receive_state(
     """Return a saved state, cut as the optimizer's own is, or else as its parameter; numbers and
     scalars
     as they are."""
+    like: Any
     if isinstance(value, Tensor) and isinstance(param, RaggedDTensor):
         if param.dim() or where[-1] == "step":  # a count, as every optimizer of torch calls it
             return value
-        whole = value.to(param._local_tensor.device)
-        return distribute_ragged(whole, param.device_mesh, param.placement)
+        like = own if isinstance(own, RaggedDTensor) and own.shape == value.shape else param
+        whole = value.to(like._local_tensor.device)
+        return distribute_ragged(whole, like.device_mesh, like.placement)
     if not isinstance(value, _TensorOutline):
         return value
     # Such as the scales of 8-bit codes, whose shape is not the parameter's.

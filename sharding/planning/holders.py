@@ -54,6 +54,8 @@ class HeldUnit:
         holders: (shard, elements held) of one copy, shards ascending; without a grid, shards are
             ranks. Shard after shard holds consecutive elements.
         grid: the ranks of every copy; None where there is one copy.
+        state_numel: elements of the states that its owner keeps.
+        owner: the rank that has these states already, and so computes it; None where none has.
     """
 
     fqn: str
@@ -62,6 +64,8 @@ class HeldUnit:
     cost: int
     holders: tuple[tuple[int, int], ...]
     grid: Grid | None = None
+    state_numel: int = 0
+    owner: int | None = None
 
     @property
     def replicas(self) -> int:

@@ -107,7 +107,8 @@ def plan_owners(units: tuple[HeldUnit, ...], world_size: int, *, slot_numel: int
     The others are taken by descending cost (longest processing time first, Graham 1969,
     doi:10.1137/0117039). Of two assignments, one that takes the least loaded rank and one that
     takes the largest holder as long as no rank is loaded above the average, the second is chosen
-    where it is at most 1/64 slower.
+    where it is at most 1/64 slower. A unit whose states are on a rank stays there; ranks with equal
+    work are equally filled with states.
 
     Args:
         units: what to assign.
@@ -177,27 +178,33 @@ def _assign(
     for unit, owner in zip(units, owners, strict=True):
         if owner >= 0:
             loads[owner] += unit.cost
-    by_load = [(load, rank) for rank, load in enumerate(loads)]
+    kept = [0] * world_size  # elements of states
+    for unit, owner in zip(units, owners, strict=True):
+        if owner >= 0:
+            kept[owner] += unit.state_numel
+    by_load = [(load, kept[rank], rank) for rank, load in enumerate(loads)]
     heapq.heapify(by_load)
     for i in sorted(
         (i for i, owner in enumerate(owners) if owner < 0),
         key=lambda i: (-units[i].cost, -units[i].numel, i),
     ):
         unit = units[i]
-        while (
-            by_load[0][0] != loads[by_load[0][1]]
+        while by_load[0][:2] != (
+            loads[by_load[0][2]],
+            kept[by_load[0][2]],
         ):  # left over from before that rank was given work
             heapq.heappop(by_load)
-        lightest = by_load[0][1]
+        lightest = by_load[0][2]
         limit = max(average, loads[lightest] + unit.cost) if prefer_holders else -1
         holders = [rank for rank, _, _ in unit.all_pieces()]
         choices = [r for r in holders if loads[r] + unit.cost <= limit] + [lightest]
         if not prefer_holders:
             choices += [r for r in holders if loads[r] == loads[lightest]]
-        owner = min(choices, key=lambda r, u=unit: (-u.held_by(r), loads[r], r))  # type: ignore[misc]
+        owner = min(choices, key=lambda r, u=unit: (-u.held_by(r), loads[r], kept[r], r))  # type: ignore[misc]
         owners[i] = owner
         loads[owner] += unit.cost
-        heapq.heappush(by_load, (loads[owner], owner))
+        kept[owner] += unit.state_numel
+        heapq.heappush(by_load, (loads[owner], kept[owner], owner))
     _even_out(units, owners, loads, average + average // _BALANCE_SLACK)
     return tuple(owners)
 
@@ -238,7 +245,8 @@ def _movable(units: tuple[HeldUnit, ...], owners: list[int], rank: int) -> dict[
     """Return a unit of each cost that `rank` owns and another might, rather one that moves."""
     movable: dict[int, int] = {}
     for i, (unit, owner) in enumerate(zip(units, owners, strict=True)):
-        if owner == rank and unit.cost > 0 and (not unit.is_resident or _worth_moving(unit)):
+        free = unit.owner is None and (not unit.is_resident or _worth_moving(unit))
+        if owner == rank and unit.cost > 0 and free:
             known = movable.get(unit.cost)
             if known is None or units[known].is_resident > unit.is_resident:
                 movable[unit.cost] = i
@@ -250,7 +258,8 @@ def _worth_moving(unit: HeldUnit) -> bool:
 
 
 def _residents(units: tuple[HeldUnit, ...], world_size: int, limit: int) -> list[int]:
-    """Return the owners of the units that stay where they lie whole, and -1 for the others.
+    """Return the owners of the units that stay where their states are, or where they lie whole, and
+    -1 for the others.
 
     The same matrix of every layer may lie whole on the same rank, which then has several times the
     work of others (DeepSeek-V3 on 64 ranks: 2.5). Above `limit`, what is worth moving is let go.
@@ -259,7 +268,10 @@ def _residents(units: tuple[HeldUnit, ...], world_size: int, limit: int) -> list
     lying: list[list[int]] = [[] for _ in range(world_size)]
     loads = [0] * world_size
     for i, unit in enumerate(units):
-        if unit.is_resident:
+        if unit.owner is not None:
+            owners[i] = unit.owner
+            loads[unit.owner] += unit.cost
+        elif unit.is_resident:
             owners[i] = unit.holders[0][0]
             lying[owners[i]].append(i)
             loads[owners[i]] += unit.cost

@@ -48,7 +48,9 @@ class PanelNorm(MatrixAlgorithm):
     ) -> None:
         out.copy_(states["momentum_buffer"])
 
-    def matrix_update(self, group: dict[str, Any], matrix: Tensor, scratch: Any) -> Tensor:
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: Any, scratch: Any
+    ) -> Tensor:
         return matrix / matrix.norm().clamp_min(1e-12)
 
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:

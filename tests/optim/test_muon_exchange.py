@@ -194,9 +194,9 @@ class _RecordingExchange(Exchange):
 
 
 class _RecordingMuon(MuonAlgorithm):
-    def matrix_update(self, group: Any, matrix: Tensor, scratch: Any) -> Tensor:
+    def matrix_update(self, group: Any, matrix: Tensor, context: Any, scratch: Any) -> Tensor:
         EVENTS.append(("compute", -1))
-        return super().matrix_update(group, matrix, scratch)
+        return super().matrix_update(group, matrix, context, scratch)
 
 
 def record(shapes: Sequence[Shape]) -> tuple[list[tuple[str, int]], int, int]:

@@ -24,7 +24,7 @@ from vfsdp_optim.capacity.step_buffers import torch_dtype
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.units import Job, jobs_by_ranks
 from vfsdp_optim.step.working_set import make_working_set
 
@@ -182,6 +182,7 @@ def _members(optimizer: StructuredOptimizer) -> list[Member]:
         optimizer.algorithms,
         None,
         optimizer.max_exchange_bytes,
+        Scratch(),
         {},
         lambda param: True,
     )

@@ -15,7 +15,8 @@ from sharding.planning.negotiation import BucketPlan
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.capacity.optimizers import BlockOptimizer
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step.runs import Member, Run, piece_numel
+from vfsdp_optim.step.member import Member
+from vfsdp_optim.step.runs import Run, piece_numel
 from vfsdp_optim.step.units import Job
 
 Need = tuple[str, torch.dtype]
@@ -108,7 +109,7 @@ def unit_scratch(block: BlockOptimizer, job: Job) -> Mapping[Need, int]:
 
     def follow(scratch: Scratch) -> None:
         own = replace(job, scratch=scratch)
-        own.update(own.room(block.wire(job), _META), scratch)
+        own.update(own.room(block.wire(job), _META), scratch, skip=False)
 
     return _followed(job.algorithm, follow)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm
 from vfsdp_optim.checkpoint.saved import Checkpoint
+from vfsdp_optim.parameters.param_shard import ParamShard
 from vfsdp_optim.states.block_codec import CODES_FORMAT, block_count
 from vfsdp_optim.states.formats import (
     ABSMAX,
@@ -23,7 +24,7 @@ from vfsdp_optim.states.formats import (
 )
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
-from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.member import Member
 
 
 def converted(
@@ -50,18 +51,16 @@ def converted(
         if saved is not None:
             algorithm = algorithms[groups[member.group]["algorithm"]]
             saved_format = checkpoint.formats[member.group]
-            state[numbers[member.param]] = _state(saved, member, algorithm, saved_format)
+            state[numbers[member.param]] = _state(saved, member, saved_format)
             if algorithm.counts_steps(groups[member.group]):
                 never = torch.tensor(0.0, dtype=torch.float32, device="cpu")
                 state[numbers[member.param]]["step"] = saved.get("step", never)
     return {"state": state, "param_groups": saved_groups}
 
 
-def _state(
-    saved: Mapping[str, Any], member: Member, algorithm: Algorithm, saved_format: str | None
-) -> dict[str, Any]:
+def _state(saved: Mapping[str, Any], member: Member, saved_format: str | None) -> dict[str, Any]:
     result: dict[str, Any] = {}
-    for key, state_format in member.formats.items():
+    for key, state_format in member.all_formats.items():
         packed, plain = key + CODES in saved, key in saved
         if key == MASTER and not plain:
             result[key] = member.shard.view(member.shard.tensor.reshape(-1).float())
@@ -76,12 +75,11 @@ def _state(
                     f"{member.fqn}: {key} is saved in local blocks, which cannot be converted; "
                     "keep it in 8 bits on the same layout"
                 )
-            signed = key not in algorithm.nonnegative
-            values = _decoded(saved, key, member, signed).to(state_format.dtype)
-            local = member.shard.values(values, f"{member.fqn}.{key}")
-            result[key] = member.shard.view(local.clone())
+            values = _decoded(saved, key, member).to(state_format.dtype)
+            shard = _shard_of(key, member)
+            result[key] = shard.view(shard.values(values, f"{member.fqn}.{key}").clone())
         elif plain and isinstance(state_format, BlockFormat):
-            local = member.shard.values(saved[key], f"{member.fqn}.{key}")
+            local = _shard_of(key, member).values(saved[key], f"{member.fqn}.{key}")
             result.update(_encoded(local, key, member, state_format))
         else:
             names = (key + CODES, key + ABSMAX) if packed else (key,)
@@ -89,10 +87,16 @@ def _state(
     return result
 
 
-def _decoded(saved: Mapping[str, Any], key: str, member: Member, signed: bool) -> Tensor:
-    """Return the numbers of a whole parameter, in its shape, of codes in any layout."""
-    param = member.param
-    shapes = {CODES: tuple(param.shape), ABSMAX: (block_count(param.numel()),)}
+def _shard_of(key: str, member: Member) -> ParamShard:
+    """Return how a state lies, be it cut as its parameter or whole on the owner of a unit."""
+    view = member.views[key if key in member.views else key + CODES]
+    return ParamShard.of(view, f"{member.fqn}.{key}")
+
+
+def _decoded(saved: Mapping[str, Any], key: str, member: Member) -> Tensor:
+    """Return the numbers of a whole state, in its shape, of codes in any layout."""
+    whole = _shard_of(key, member).param
+    shapes = {CODES: tuple(whole.shape), ABSMAX: (block_count(whole.numel()),)}
     parts: dict[str, Tensor] = {}
     for suffix, shape in shapes.items():
         part = saved.get(key + suffix)
@@ -100,10 +104,11 @@ def _decoded(saved: Mapping[str, Any], key: str, member: Member, signed: bool) -
             found = tuple(part.shape) if isinstance(part, Tensor) else part
             raise ValueError(f"{member.fqn}.{key}{suffix}: expected shape {shape}, got {found!r}")
         parts[suffix] = part.full_tensor() if isinstance(part, DTensor) else part
-    state = BlockFormat(signed).allocate(param.numel(), parts[CODES].device)
+    signed = key not in member.nonnegative
+    state = BlockFormat(signed).allocate(whole.numel(), parts[CODES].device)
     for suffix, target in state.parts().items():
         target.copy_(parts[suffix].reshape(-1))
-    return state.open(Scratch(), "numbers").view(param.shape)
+    return state.open(Scratch(), "numbers").view(whole.shape)
 
 
 def _encoded(
@@ -115,5 +120,5 @@ def _encoded(
         scratch = Scratch()
         numbers = state.open(scratch, "numbers").copy_(local)
         state.close(numbers, (), scratch)
-    views = state_format.views(state, member.shard, member.fqn)
+    views = state_format.views(state, _shard_of(key, member), member.fqn)
     return {key + suffix: view for suffix, view in views.items()}

@@ -2,7 +2,7 @@
 written."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -23,7 +23,6 @@ from vfsdp_optim.checkpoint.values import (
 )
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.states.block_codec import CODES_FORMAT
-from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.working_set import WorkingSet
 
 # How torch runs its own update, and what describes this optimizer's memory: of no meaning for the
@@ -138,9 +137,7 @@ class Checkpoint:
                 counts = working.counting[member.number]
                 check_state(self.states[member.param], member, counts_steps=counts)
 
-    def read_states(
-        self, working: WorkingSet, algorithm_of: Callable[[Member], Algorithm]
-    ) -> list[LoadedState]:
+    def read_states(self, working: WorkingSet) -> list[LoadedState]:
         """Return the state of every member, its numbers checked.
 
         Raises:
@@ -153,9 +150,8 @@ class Checkpoint:
             else LoadedState()
             for m in working.members
         ]
-        nonnegative = [algorithm_of(member).nonnegative for member in working.members]
         check_not_left_out(working, self.states, values)
-        check_numbers(list(zip(working.members, values, strict=True)), nonnegative)
+        check_numbers(list(zip(working.members, values, strict=True)))
         return values
 
 

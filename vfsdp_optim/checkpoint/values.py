@@ -17,7 +17,7 @@ from torch import Tensor
 from sharding.transport.backends import is_fake
 from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.formats import CODES
-from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.standing_state import step_of
 from vfsdp_optim.step.working_set import WorkingSet
 
@@ -82,25 +82,24 @@ def read_state(state: Mapping[str, Any], member: Member, *, counts_steps: bool) 
     return LoadedState(pieces, step_of(state["step"], member.fqn) if counts_steps else 0.0)
 
 
-def check_numbers(
-    loaded: Sequence[tuple[Member, LoadedState]], nonnegative: Sequence[frozenset[str]]
-) -> None:
+def check_numbers(loaded: Sequence[tuple[Member, LoadedState]]) -> None:
     """Check that states are finite, and not negative where they cannot be; reads each once.
 
     Args:
         loaded: of each member, what `read_state` returned.
-        nonnegative: of each member, the keys of states that are never negative.
 
     Raises:
         ValueError: a number of a state cannot be one.
     """
     names, verdicts = [], []
-    for (member, value), keys in zip(loaded, nonnegative, strict=True):
+    for member, value in loaded:
         packed = member.packed_keys()
         for key, piece in value.states.items():
             if piece.is_floating_point() and piece.numel():
                 low, high = torch.aminmax(piece)
-                above = key in keys or key in packed  # scales are the largest of their block
+                above = (
+                    key in member.nonnegative or key in packed
+                )  # scales are the largest of their block
                 finite = low.isfinite() & high.isfinite()  # a NaN is both
                 verdicts.append(finite & (low >= 0) if above else finite)
                 names.append((f"{member.fqn}.{key}", above))
@@ -164,7 +163,7 @@ def recast(
         (member, key, tensor)
         for member, value in zip(members, values, strict=True)
         for key, tensor in value.states.items()
-        if tensor.dtype != member.views[key].dtype
+        if tensor.dtype != member.views[key].dtype and key not in member.unit_states
     ]
     for member, key, tensor in found:
         states[member.param][key] = member.shard.view(tensor)

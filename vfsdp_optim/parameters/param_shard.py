@@ -38,6 +38,7 @@ from sharding.transport.backends import main_device_type
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = WeakKeyDictionary()
 _ids_of_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
+_lines: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
 
 Range = tuple[int, int]
 
@@ -124,6 +125,15 @@ class Ranks:
                 group_desc="replicas and shards of an optimizer",
             )
         return made[self.ids]
+
+    def mesh(self) -> DeviceMesh:
+        """Return these ranks as a mesh of one axis; communicates as `group` does."""
+        if isinstance(self.origin, DeviceMesh) and self.origin.ndim == 1:
+            return self.origin
+        group = self.group()
+        if group not in _lines:
+            _lines[group] = DeviceMesh.from_group(group, self.device_type)
+        return _lines[group]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ranks:
         """Return itself: a copy of an optimizer is on the same ranks."""

@@ -1,7 +1,7 @@
 """Where optimizer state lives: flat tensors of numbers or of codes, and what users see of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -57,6 +57,11 @@ class State(ABC):
     @abstractmethod
     def clear(self, start: int, stop: int) -> None:
         """Zero the padding start:stop."""
+
+
+def parts_of(states: Mapping[str, State]) -> list[Tensor]:
+    """Return the tensors that hold some states."""
+    return [part for state in states.values() for part in state.parts().values()]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from sharding.transport.agreement import check_same_on_all_ranks
 from vfsdp_optim.parameters.param_shard import Ranks
-from vfsdp_optim.step.runs import Member
+from vfsdp_optim.step.member import Member
 
 
 def check_agreement(

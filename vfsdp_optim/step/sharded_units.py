@@ -17,8 +17,8 @@ from sharding.transport.exchange import Exchange
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.nonfinite import Skip
-from vfsdp_optim.step.runs import Member
 from vfsdp_optim.step.units import Job, jobs_by_ranks, plan_jobs
 
 
@@ -85,7 +85,7 @@ class LocalMatrices:
                 wire = job.algorithm.wire_dtype(job.group, param.device)
                 inputs = job.room(wire, param.device)
                 job.write_input(grad, inputs)
-                job.apply(param, job.update(inputs, self._scratch), skip)
+                job.apply(param, job.update(inputs, self._scratch, skip), skip)
             member.close(param)
 
 
@@ -170,7 +170,7 @@ class ShardedMatrices:
             if work.early_owned:
                 self._exchange.wait_gather(wave)
             for unit in work.early_owned:
-                self._compute(unit, grads)
+                self._compute(unit, grads, skip)
             if wave > 0:
                 self._apply(wave - 1, grads, skip)
             if wave + 1 < waves:
@@ -179,7 +179,7 @@ class ShardedMatrices:
             if waves:
                 self._exchange.wait_gather(wave)
             for unit in work.late_owned:
-                self._compute(unit, grads)
+                self._compute(unit, grads, skip)
             if waves:
                 self._exchange.start_return(wave)
         if waves:
@@ -231,7 +231,7 @@ class ShardedMatrices:
                 job.write_input(grad, self._exchange.piece(unit))
         self._exchange.start_gather(wave)
 
-    def _compute(self, unit: int, grads: Sequence[Tensor | None]) -> None:
+    def _compute(self, unit: int, grads: Sequence[Tensor | None], skip: Skip) -> None:
         job = self._jobs[unit]
         if grads[job.member.number] is None:  # on every rank
             return
@@ -240,7 +240,7 @@ class ShardedMatrices:
         inputs = job.room(like.dtype, like.device)
         for start, part in parts:
             inputs[start : start + part.numel()].copy_(part)
-        update = job.update(inputs, self._scratch)
+        update = job.update(inputs, self._scratch, skip)
         for start, result in self._exchange.results(unit):
             result.copy_(update[start : start + result.numel()])
 

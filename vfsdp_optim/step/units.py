@@ -5,8 +5,10 @@ shapes and layouts alone, so every rank of a group makes the same ones.
 """
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
 from typing import Any
 
 import torch
@@ -15,12 +17,14 @@ from torch import Tensor
 from sharding.planning.holders import HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
-from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
+from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, UnitContext, UnitState
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
+from vfsdp_optim.states.formats import State, parts_of
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
+from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.nonfinite import Skip, undo
-from vfsdp_optim.step.runs import Member, pieces
+from vfsdp_optim.step.runs import pieces
 
 
 def usable_structure(
@@ -54,6 +58,9 @@ class Job:
         start: where the local elements of the unit start in the local piece of the parameter.
         numel: how many of its elements are local.
         scratch: working memory.
+        number: of the unit in the parameter.
+        index: of its first matrix among all of the optimizer.
+        owner: rank that has the unit's states already; None where none has.
     """
 
     member: Member
@@ -64,6 +71,24 @@ class Job:
     start: int
     numel: int
     scratch: Scratch
+    number: int = 0
+    index: int = 0
+    owner: int | None = None
+
+    @property
+    def unit_states(self) -> dict[str, UnitState]:
+        """What the algorithm keeps of the unit, all of its matrices together."""
+        specs = dict(self.algorithm.unit_states(self.group, self.unit))
+        if self.unit.batch > 1:
+            batch = (self.unit.batch,)
+            return {k: replace(spec, shape=batch + spec.shape) for k, spec in specs.items()}
+        return specs
+
+    @property
+    def states(self) -> dict[str, State]:
+        """The unit's states, without elements where another rank is its owner."""
+        keys = self.algorithm.unit_states(self.group, self.unit)
+        return {key: self.member.unit_states[f"{key}.{self.number}"] for key in keys}
 
     @property
     def cost(self) -> int:
@@ -92,23 +117,49 @@ class Job:
             states = {k: s.read(start, stop, self.scratch, f"read {k}") for k, s in held.items()}
             self.algorithm.write_input(self.group, grad[start:stop], states, out[first:last])
 
-    def update(self, inputs: Tensor, scratch: Scratch) -> Tensor:
+    def update(self, inputs: Tensor, scratch: Scratch, skip: Skip) -> Tensor:
         """Return the update of the whole unit, 1-D as its input is, in the same dtype.
 
-        It lies in scratch memory, until the next one.
+        It lies in scratch memory, until the next one. States of the unit advance, but not where
+        `skip` is set.
         """
         unit, shape = self.unit, self.member.param.shape
         matrices = self.structure.matrices(inputs, unit, shape)  # (batch, rows, cols)
-        updates = self.algorithm.matrix_update(self.group, matrices[0], scratch).unsqueeze(0)
-        if unit.batch > 1 or updates.dtype != inputs.dtype or not updates.is_contiguous():
-            first = updates[0]
-            updates = scratch.take(unit.numel, inputs.dtype, inputs.device, "updates")
-            updates = updates.view(unit.batch, unit.rows, unit.cols)
-            updates[0].copy_(first)
-            for i in range(1, unit.batch):
-                matrix = self.algorithm.matrix_update(self.group, matrices[i], scratch)
-                updates[i].copy_(matrix)
+        with self._contexts(scratch, skip) as contexts:
+            first = self.algorithm.matrix_update(self.group, matrices[0], contexts[0], scratch)
+            updates = first.unsqueeze(0)
+            if unit.batch > 1 or updates.dtype != inputs.dtype or not updates.is_contiguous():
+                updates = scratch.take(unit.numel, inputs.dtype, inputs.device, "updates")
+                updates = updates.view(unit.batch, unit.rows, unit.cols)
+                updates[0].copy_(first)
+                for i in range(1, unit.batch):
+                    context = contexts[i]
+                    matrix = self.algorithm.matrix_update(self.group, matrices[i], context, scratch)
+                    updates[i].copy_(matrix)
         return self.structure.flatten(updates, unit, shape)
+
+    @contextmanager
+    def _contexts(self, scratch: Scratch, skip: Skip) -> Iterator[list[UnitContext]]:
+        """Hand out what the update of each matrix may know, and keep what it writes."""
+        count = self.member.count
+        step = 0 if count is None else int(count)
+        batch, states = self.unit.batch, self.states
+        if not states:
+            yield [UnitContext(self.index + i, step, {}) for i in range(batch)]
+            return
+        parts = parts_of(states)
+        kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
+        numbers = {key: s.open(scratch, f"unit {key}") for key, s in states.items()}
+        shapes = {key: spec.shape for key, spec in self.unit_states.items()}
+        whole = {key: numbers[key].view(shape) for key, shape in shapes.items()}
+        yield [
+            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole)
+            for i in range(batch)
+        ]
+        for key, state in states.items():
+            state.close(numbers[key], (), scratch)
+        for old, new in zip(kept, parts, strict=False):
+            undo(skip, old, new)
 
     def apply(self, param: Tensor, update: Tensor, skip: Skip) -> None:
         """Add the update to the local elements; `param` is the local piece of the parameter,
@@ -139,21 +190,30 @@ class Job:
             undo(skip, old, new)
 
 
+def _nth(tensors: Mapping[str, Tensor], i: int) -> dict[str, Tensor]:
+    return {key: tensor[i] for key, tensor in tensors.items()}
+
+
 def make_jobs(
     member: Member,
     algorithm: MatrixAlgorithm,
     group: dict[str, Any],
     structure: Structure,
     scratch: Scratch,
+    index: int = 0,
 ) -> list[Job]:
-    """Return one job for each unit of a parameter, the units this rank holds nothing of too."""
+    """Return one job for each unit of a parameter, the units this rank holds nothing of too;
+    `index` is the number of the first matrix."""
     _, (first, last) = member.shard.check_has_ranges(member.fqn)
     jobs = []
-    for unit in structure.units(member.param.shape):
+    for number, unit in enumerate(structure.units(member.param.shape)):
         start = min(max(unit.start, first), last)
         stop = max(min(unit.start + unit.numel, last), start)
         numel = stop - start
-        jobs.append(Job(member, algorithm, group, structure, unit, start - first, numel, scratch))
+        owner = member.owners[number] if member.owners else None
+        place = start - first, numel, scratch, number, index, owner
+        jobs.append(Job(member, algorithm, group, structure, unit, *place))
+        index += unit.batch
     return jobs
 
 
@@ -170,7 +230,9 @@ def held_unit(job: Job, index: int) -> HeldUnit:
             break
         if b > a:
             holders.append((i, min(stop, b) - max(start, a)))
-    return HeldUnit(job.member.fqn, index, job.unit.numel, job.cost, tuple(holders), shard.grid)
+    kept = sum(prod(spec.shape) for spec in job.unit_states.values())
+    size = job.unit.numel, job.cost, tuple(holders), shard.grid
+    return HeldUnit(job.member.fqn, index, *size, kept, job.owner)
 
 
 def jobs_by_ranks(
@@ -181,6 +243,7 @@ def jobs_by_ranks(
 ) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
     """Return all units by (ranks, dtype on the wire); by None what no other rank holds."""
     jobs: dict[tuple[Ranks, torch.dtype] | None, list[Job]] = {}
+    index = 0
     for member in members:
         group = groups[member.group]
         algorithm = algorithms[group["algorithm"]]
@@ -190,7 +253,8 @@ def jobs_by_ranks(
         if member.shard.ranks is not None:
             key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
         structure = algorithm.structure(group, member.param.shape)
-        made = make_jobs(member, algorithm, group, structure, scratch)
+        made = make_jobs(member, algorithm, group, structure, scratch, index)
+        index += sum(job.unit.batch for job in made)
         if made:  # a parameter without elements has no matrices
             jobs.setdefault(key, []).extend(made)
     return jobs

@@ -14,9 +14,11 @@ from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.precision import note_format, state_formats, weight_rule
+from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.admission import check_update
-from vfsdp_optim.step.runs import Member, Span, find_spans
+from vfsdp_optim.step.member import Member
+from vfsdp_optim.step.runs import Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
 from vfsdp_optim.step.standing_state import (
     Standing,
@@ -26,6 +28,7 @@ from vfsdp_optim.step.standing_state import (
     standing,
     step_of,
 )
+from vfsdp_optim.step.unit_owners import make_unit_states
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ def make_working_set(
     algorithms: Mapping[str, Algorithm],
     replicas: Ranks | None,
     max_exchange_bytes: int,
+    scratch: Scratch,
     states: States,
     has_state: Callable[[Tensor], bool],
 ) -> WorkingSet:
@@ -77,6 +81,7 @@ def make_working_set(
         algorithms: by name.
         replicas: that hold a copy each of every plain parameter.
         max_exchange_bytes: memory for matrices that travel.
+        scratch: working memory.
         states: `Optimizer.state`; written to after all of it was read.
         has_state: whether a parameter is to have state.
 
@@ -95,14 +100,17 @@ def make_working_set(
                 formats = state_formats(algorithm, group, param, fqn, old)
                 rule = weight_rule(group, param)
                 members.append(Member(shard, fqn, g, len(members), formats, rule))
+                members[-1].nonnegative = algorithm.nonnegative
     # A rank may hold nothing of a parameter; its state exists, and no step touches it.
     spans = [span for span in find_spans(members) if span.numel]
+    make_unit_states(members, groups, algorithms, states, max_exchange_bytes, scratch)
     of_members = [groups[member.group] for member in members]
     counting = [algorithms[group["algorithm"]].counts_steps(group) for group in of_members]
     steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")
     made: dict[Tensor, dict[str, Any]] = {}
     for member in members:
         counts = {"step": steps[member.number]} if counting[member.number] else {}
+        member.count = counts.get("step")
         old = standing(states, member.param, member.fqn)
         if old:
             _take_over(member, old, *counts)

@@ -1,0 +1,159 @@
+"""One parameter as a step sees it, with its state. Touches local tensors only."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from sharding.checkpoint.names import plain_names
+from vfsdp_optim.parameters.param_shard import ParamShard
+from vfsdp_optim.states.formats import State, StateFormat, parts_of
+from vfsdp_optim.states.weights import Place, WeightRule, stream_of
+
+
+@dataclass(slots=True, eq=False)
+class Member:
+    """One parameter as a step sees it.
+
+    Attributes:
+        shard: the parameter, and what this rank holds of it.
+        fqn: its name, or its place in the groups.
+        group: index of its group.
+        number: index among all members.
+        formats: state key -> how the state is kept.
+        weights: how updates reach the parameter.
+        numel: elements on this rank.
+        pointer: address of those elements when the span was found.
+        device: where they were then.
+        first: where those elements start in the flattened parameter.
+        step: number of the step it takes, where weights are rounded by chance.
+        start: offset in the span.
+        states: state key -> piece of the span's state.
+        unit_states: key and number of a unit -> state of that unit, whole on its owner.
+        unit_formats: the same keys -> how the state is kept.
+        owners: by unit, the rank that has its states, None where none has yet; () where units
+            have no states.
+        nonnegative: keys of states that are never negative.
+        views: keys of `Optimizer.state` -> what users see there of `states` and `unit_states`.
+        count: 0-d, steps of the parameter so far; None where they are not counted.
+    """
+
+    shard: ParamShard
+    fqn: str
+    group: int
+    number: int
+    formats: dict[str, StateFormat]
+    weights: WeightRule
+    numel: int = 0
+    pointer: int = 0
+    device: torch.device | None = None
+    first: int = 0
+    step: float = 0.0
+    start: int = 0
+    states: dict[str, State] = field(default_factory=dict)
+    unit_states: dict[str, State] = field(default_factory=dict)
+    unit_formats: dict[str, StateFormat] = field(default_factory=dict)
+    owners: tuple[int | None, ...] = ()
+    nonnegative: frozenset[str] = frozenset()
+    views: dict[str, Tensor] = field(default_factory=dict)
+    count: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        """Note where the parameter lies."""
+        self.numel, self.pointer = self.shard.tensor.numel(), self.shard.data_ptr()
+        self.device = self.param.device
+        self.first = self.shard.bounds[0] if self.shard.bounds else 0
+
+    def place(self, start: int, stop: int, *, update: int, at: int = 0) -> Place:
+        """Return which elements of the parameter its local elements start:stop are, for numbers
+        that begin at position `at`; see [Note: random rounding]."""
+        stream = stream_of(plain_names([self.fqn])[0], self.step, update)
+        return Place(at, stop - start, stream, self.first + start)
+
+    @property
+    def param(self) -> Tensor:
+        """What the user passed."""
+        return self.shard.param
+
+    @property
+    def moved(self) -> bool:
+        """Whether the parameter has other memory than when the span was found."""
+        pointer = self.shard.data_ptr()
+        # Without memory, empty or on meta, there is no address to tell.
+        return pointer != self.pointer or (pointer == 0 and self.param.device != self.device)
+
+    def parts(self) -> dict[str, Tensor]:
+        """Return the local memory of the states, 1-D, by the keys of `views`."""
+        return {
+            key + suffix: part
+            for key, state in self.all_states.items()
+            for suffix, part in state.parts().items()
+        }
+
+    @property
+    def all_states(self) -> dict[str, State]:
+        """States that are cut as the parameter is, and those of its units."""
+        return {**self.states, **self.unit_states}
+
+    @property
+    def all_formats(self) -> dict[str, StateFormat]:
+        """How each of `all_states` is kept."""
+        return {**self.formats, **self.unit_formats}
+
+    def load(self, pieces: Mapping[str, Tensor]) -> None:
+        """Take over what `values` returned, by the keys of `views`; if empty, start anew."""
+        if not pieces:
+            for state in self.all_states.values():
+                state.zero()
+        parts = self.parts()
+        for key, piece in pieces.items():
+            parts[key].copy_(piece)
+
+    def values(self, value: Any, key: str) -> Tensor:
+        """Return the elements of a loaded state, one of `views`, that belong to this rank, 1-D.
+
+        Raises:
+            TypeError, ValueError, NotImplementedError: as `ParamShard.values`.
+        """
+        what = f"{self.fqn}.{key}"
+        return ParamShard.of(self.views[key], what).values(value, what)
+
+    def packed_keys(self) -> list[str]:
+        """Return the keys of `views` whose tensors have a fixed dtype."""
+        return [
+            key + suffix
+            for key, state in self.all_states.items()
+            if state.packed
+            for suffix in state.parts()
+        ]
+
+    def open(self) -> Tensor:
+        """Return the local elements, 1-D in logical order; a copy where strides forbid a view."""
+        return self.shard.tensor.reshape(-1)
+
+    def close(self, flat: Tensor) -> None:
+        """Store what `open` returned after it was written to."""
+        local = self.shard.tensor
+        if not local.is_contiguous():
+            local.copy_(flat.view(local.shape))
+
+    def kept(self) -> list[Tensor]:
+        """Return copies of the local elements and of the states cut as they are, for `restore`."""
+        return [tensor.clone() for tensor in (self.shard.tensor, *parts_of(self.states))]
+
+    def restore(self, kept: Sequence[Tensor]) -> None:
+        """Write back what `kept` returned."""
+        held = (self.shard.tensor, *parts_of(self.states))
+        for tensor, old in zip(held, kept, strict=True):
+            tensor.copy_(old)
+
+    def gradient(self) -> Tensor | None:
+        """Return the local elements of the gradient, 1-D in logical order, or None.
+
+        Raises:
+            RuntimeError: the gradient is sparse.
+            TypeError: it is not laid out as the parameter is.
+        """
+        return self.shard.gradient(self.fqn)
