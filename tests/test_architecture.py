@@ -81,12 +81,16 @@ ORDER = {
         "step",
         "checkpoint",
         "newton_schulz",
+        "matrix_roots",
         "plan",
         "optimizer",
         "fused_adam",
         "adamw",
         "qk_clip",
         "muon",
+        "blocked",
+        "shampoo",
+        "soap",
         "output_heads",
         "groups",
         "__init__",
@@ -161,7 +165,7 @@ FORBIDDEN = {
 }
 EMPTY_NAMES = {"utils", "util", "helpers", "helper", "common", "misc"}
 MAX_LINES = 500
-MAX_PUBLIC = 12
+MAX_PUBLIC = 13
 FOLDERS = ["sharding", "vfsdp_optim", "tests", "examples", "benchmarks"]
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 # The plugin is installed as a package of its own, and imports the kit when it is used.

@@ -13,8 +13,11 @@ from vfsdp_optim.algorithm import Precision
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.qk_clip import QKHeads
+from vfsdp_optim.shampoo import Shampoo
+from vfsdp_optim.soap import SOAP
 
 __all__ = [
+    "SOAP",
     "AdamW",
     "FSDPModule",
     "FullMatrix",
@@ -22,6 +25,7 @@ __all__ = [
     "Muon",
     "Precision",
     "QKHeads",
+    "Shampoo",
     "fully_shard",
     "layout",
     "load_full_state_dict",

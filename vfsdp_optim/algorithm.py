@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache
@@ -220,11 +220,13 @@ class UnitContext:
             that is not done in each step is spread by it.
         step: number of this step of the parameter, from 1; 0 where steps are not counted.
         states: those of `unit_states`, fp32, to be written to in place.
+        fail: takes what went wrong for good; the next step raises it on all ranks.
     """
 
     index: int
     step: int
     states: Mapping[str, Tensor]
+    fail: Callable[[str], None]
 
 
 class MatrixAlgorithm(Algorithm):

@@ -34,7 +34,7 @@ class Route:
     Attributes:
         fqn: its name, without what wrappers add.
         shape: global.
-        algorithm: "muon", "adamw", or "frozen" for a parameter in no group.
+        algorithm: that of matrices, "adamw", or "frozen" for a parameter in no group.
         matrices: pattern of its matrices; None if it is one, or not updated as one.
         reason: the rule that decided.
     """
@@ -77,25 +77,27 @@ class ParamGroups(list[dict[str, Any]]):
 def param_groups(
     model: nn.Module,
     *,
+    algorithm: str = "muon",
     adamw: Mapping[str, Any] | None = None,
     muon: Mapping[str, Any] | None = None,
     matrices: Mapping[str, str | FullMatrix | None] | None = None,
     keep_32bit: Iterable[str] = (),
 ) -> ParamGroups:
-    """Return groups of all trainable parameters of `model`, for `Muon`.
+    """Return groups of all trainable parameters of `model`, for `Muon`, `Shampoo` or `SOAP`.
 
-    The weights of linear layers and convolutions go to Muon. Embeddings, output heads, norms,
-    biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer as
-    wide as the vocabulary of an embedding, outside of repeated blocks; an embedding that shares its
-    weight has none, nor has a table of positions. A parameter that several modules share is in one
-    group once, and is an embedding if it is one anywhere. With states="8bit", the states of
+    The weights of linear layers and convolutions go to that algorithm. Embeddings, output heads,
+    norms, biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer
+    as wide as the vocabulary of an embedding, outside of repeated blocks; an embedding that shares
+    its weight has none, nor has a table of positions. A parameter that several modules share is in
+    one group once, and is an embedding if it is one anywhere. With states="8bit", the states of
     embeddings and output heads stay in 32 bits: rows of rare words have gradients that are mostly
     zero (huggingface/transformers#14819).
 
     Args:
         model: sharded or not, wrapped or not, on any device.
+        algorithm: of matrices: the name of one that the optimizer has.
         adamw: hyper-parameters of the AdamW group; the rest are AdamW's defaults.
-        muon: hyper-parameters of the Muon groups; the rest are the optimizer's.
+        muon: hyper-parameters of the groups of matrices; the rest are the optimizer's.
         matrices: for names that match a glob, the matrices in the parameter, as an einops pattern
             or a `FullMatrix`, or None for AdamW. Comes before every other rule. For example
             "e m n -> e m n" for stacked experts, "(h q d) n -> q (h d) n; q=3 h=12" for queries,
@@ -119,22 +121,20 @@ def param_groups(
     uses = uses_of(model)
     chosen = _chosen(uses, matrices or {})
     heads = output_heads(model, uses, chosen)
-    routes = [_route(use, chosen, heads) for use in uses]
+    routes = [_route(use, chosen, heads, algorithm) for use in uses]
     kept = _kept(uses, routes, keep_32bit)
     members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
     for use, route in zip(uses, routes, strict=True):
         if route.algorithm != "frozen":
             members.setdefault((route.algorithm, route.matrices), []).append((use.fqn, use.param))
     groups: list[dict[str, Any]] = []
-    for (algorithm, pattern), params in sorted(
-        members.items(), key=lambda item: item[0][0] != "muon"
-    ):
-        own: dict[str, Any] = {"params": params, "algorithm": algorithm}
-        if algorithm == "muon":
+    for (kind, pattern), params in sorted(members.items(), key=lambda item: item[0][0] == "adamw"):
+        own: dict[str, Any] = {"params": params, "algorithm": kind}
+        if kind != "adamw":
             own["matrices"] = pattern
         if names := [name for name, _ in params if name in kept]:
             own["keep_32bit"] = names
-        groups.append({**own, **((muon if algorithm == "muon" else adamw) or {})})
+        groups.append({**own, **((adamw if kind == "adamw" else muon) or {})})
     return ParamGroups(groups, tuple(routes))
 
 
@@ -204,7 +204,7 @@ def _chosen(
     return chosen
 
 
-def _route(use: Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
+def _route(use: Use, chosen: dict[str, str | None], heads: set[str], matrices: str) -> Route:
     shape = tuple(use.param.shape)
 
     def to(algorithm: str, reason: str, pattern: str | None = None) -> Route:
@@ -214,7 +214,7 @@ def _route(use: Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         return to("frozen", "requires no gradient")
     if use.fqn in chosen:
         pattern = chosen[use.fqn]
-        return to("adamw" if pattern is None else "muon", _NAMED, pattern)
+        return to("adamw" if pattern is None else matrices, _NAMED, pattern)
     if use.is_weight(*EMBEDDINGS):
         return to("adamw", "embedding")
     if prod(shape) == max(shape, default=1):
@@ -229,7 +229,7 @@ def _route(use: Use, chosen: dict[str, str | None], heads: set[str]) -> Route:
         raise ValueError(_ambiguous(use, module))
     if min((min(u.rows, u.cols) for u in FullMatrix.parse(pattern).units(shape)), default=1) == 1:
         return to("adamw", f"{type(module).__name__}, one channel a group")
-    return to("muon", type(module).__name__, pattern)
+    return to(matrices, type(module).__name__, pattern)
 
 
 def _known_pattern(name: str, module: nn.Module) -> str | None:

@@ -394,11 +394,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
     def _decide(self, working: WorkingSet, grads: list[Tensor | None]) -> Skip:
         """Return whether on_nonfinite leaves the step out, or raise."""
         rule = self._nonfinite
-        if rule.choice == "ignore":
-            return False
-        steps = working.steps.tolist()
+        steps = working.steps.tolist() if rule.choice != "ignore" else ()
         pieces = (piece for span in working.spans for piece in span.gradients(grads, steps))
-        skip = rule.decide(pieces, working.peers)
+        failures = [f"{m.fqn}: {text}" for m in working.members for text in m.failures]
+        skip = rule.decide(pieces, working.peers, failures)
         if rule.choice == "raise" and skip:
             names = [
                 member.fqn

@@ -166,6 +166,12 @@ def block_optimizer(
     members = _members(optimizer)
     for member in members:
         member.device = device
+        if member.unit_formats:
+            raise ValueError(
+                f"{member.fqn}: algorithm {optimizer.param_groups[member.group]['algorithm']!r} "
+                "keeps states of whole units on owner ranks, whose bytes are not planned yet; "
+                "optimizer.plan() shows the owners on live ranks"
+            )
     units = jobs_by_ranks(members, optimizer.param_groups, optimizer.algorithms, Scratch())
     places = {id(param): i for i, param in enumerate(params)}
     jobs: dict[int, list[Job]] = {}

@@ -37,6 +37,7 @@ class Member:
             have no states.
         nonnegative: keys of states that are never negative.
         views: keys of `Optimizer.state` -> what users see there of `states` and `unit_states`.
+        failures: of units that this rank computes, for the next step to raise.
         count: 0-d, steps of the parameter so far; None where they are not counted.
     """
 
@@ -58,6 +59,7 @@ class Member:
     owners: tuple[int | None, ...] = ()
     nonnegative: frozenset[str] = frozenset()
     views: dict[str, Tensor] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
     count: Tensor | None = None
 
     def __post_init__(self) -> None:

@@ -23,6 +23,7 @@ from vfsdp_optim.parameters.param_shard import Ranks
 # Whether to leave a step out: known to the host, or a 0-dim bool that only the device knows.
 Skip = bool | Tensor
 CHOICES = ("ignore", "skip", "raise")
+_FAILED = 2.0  # the flag of a rank on which units have failed
 
 
 class NonfiniteRule:
@@ -50,14 +51,28 @@ class NonfiniteRule:
         self.settle()
         return self._skipped
 
-    def decide(self, grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Skip:
+    def decide(
+        self, grads: Iterable[Tensor], peers: Sequence[Ranks], failures: Sequence[str] = ()
+    ) -> Skip:
         """Return whether to leave the step out; a collective of each of `peers`.
 
         Args:
             grads: all gradients on this rank, in pieces of any shape; padding must be finite.
             peers: the ranks that hold parameters together, the same on each of them.
+            failures: of units on this rank, in the step before; they raise on all ranks.
+
+        Raises:
+            RuntimeError: units of some rank have failed.
         """
-        flag = _reduced(_any_nonfinite(grads, peers), peers)
+        if self.choice == "ignore":  # nobody is asked
+            if failures:
+                raise self.failed(failures, ())
+            return False
+        flag = _reduced(_any_nonfinite(grads, peers, failed=bool(failures)), peers)
+        waits = self.choice == "raise" or flag.device.type in self.host_devices
+        if failures or (waits and float(flag) >= _FAILED):
+            raise self.failed(failures, peers)
+        flag = flag > 0
         if self.choice == "skip" and flag.device.type not in self.host_devices:
             return flag
         skip = bool(flag)
@@ -91,6 +106,16 @@ class NonfiniteRule:
             steps.copy_(before)
 
     @staticmethod
+    def failed(failures: Sequence[str], peers: Sequence[Ranks]) -> RuntimeError:
+        """Return the error of units that failed, the same on every rank."""
+        texts = list(failures)
+        for ranks in peers:
+            of_ranks: list[list[str]] = [[]] * ranks.size
+            dist.all_gather_object(of_ranks, texts, group=ranks.group())
+            texts = list(dict.fromkeys(text for of_rank in of_ranks for text in of_rank))
+        return RuntimeError(f"the update of some matrices failed: {'; '.join(texts)}")
+
+    @staticmethod
     def error(names: list[str], peers: Sequence[Ranks]) -> RuntimeError:
         """Return the error of "raise", the same on every rank; `names` are those of this rank."""
         for ranks in peers:
@@ -109,8 +134,11 @@ def undo(skip: Skip, old: Tensor, new: Tensor) -> None:
     torch.where(skip.to(new.device), old, new, out=new)
 
 
-def _any_nonfinite(grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Tensor:
-    """Return a 0-dim float32, 1 if some element is not finite, where the ranks can reduce it."""
+def _any_nonfinite(
+    grads: Iterable[Tensor], peers: Sequence[Ranks], *, failed: bool = False
+) -> Tensor:
+    """Return a 0-dim float32, 1 if some element is not finite, or 2 where units have failed, where
+    the ranks can reduce it."""
     verdicts: list[Tensor] = []
     for grad in grads:
         if grad.numel():
@@ -121,12 +149,14 @@ def _any_nonfinite(grads: Iterable[Tensor], peers: Sequence[Ranks]) -> Tensor:
     if peers:
         home = torch.device(peers[0].device_type)
     on_home = [verdict.to(home) for verdict in verdicts]
+    if failed:
+        return torch.full((), _FAILED, device=home)
     return (torch.stack(on_home).any() if on_home else torch.zeros((), device=home)).float()
 
 
 def _reduced(flag: Tensor, peers: Sequence[Ranks]) -> Tensor:
-    """Return the flag of all ranks as a 0-dim bool."""
+    """Return the largest flag of all ranks."""
     for ranks in peers:
         if ranks.size > 1:
             dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.group())
-    return flag > 0
+    return flag

@@ -143,9 +143,9 @@ class Job:
         """Hand out what the update of each matrix may know, and keep what it writes."""
         count = self.member.count
         step = 0 if count is None else int(count)
-        batch, states = self.unit.batch, self.states
+        batch, states, fail = self.unit.batch, self.states, self.member.failures.append
         if not states:
-            yield [UnitContext(self.index + i, step, {}) for i in range(batch)]
+            yield [UnitContext(self.index + i, step, {}, fail) for i in range(batch)]
             return
         parts = parts_of(states)
         kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
@@ -153,7 +153,7 @@ class Job:
         shapes = {key: spec.shape for key, spec in self.unit_states.items()}
         whole = {key: numbers[key].view(shape) for key, shape in shapes.items()}
         yield [
-            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole)
+            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole, fail)
             for i in range(batch)
         ]
         for key, state in states.items():

@@ -36,6 +36,8 @@ from sharding.transport.backends import backend_of, main_device_type, world
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
+from vfsdp_optim.shampoo import Shampoo
+from vfsdp_optim.soap import SOAP
 from vfsdp_optim.testing.differences import Difference, Tolerance, compare_pieces
 from vfsdp_optim.testing.programs import Step
 from vfsdp_optim.testing.records import held_tensors, piece_of
@@ -112,6 +114,16 @@ def _muon(module: nn.Module, states: str = "32bit") -> torch.optim.Optimizer:
     return Muon(param_groups(module, adamw=dict(lr=1e-3)), lr=0.02, states=states)
 
 
+def _shampoo(module: nn.Module) -> torch.optim.Optimizer:
+    groups = param_groups(module, algorithm="shampoo", adamw=dict(lr=1e-3))
+    return Shampoo(groups, lr=1e-3, block_size=32, precondition_frequency=2)
+
+
+def _soap(module: nn.Module) -> torch.optim.Optimizer:
+    groups = param_groups(module, algorithm="soap", adamw=dict(lr=1e-3))
+    return SOAP(groups, lr=1e-3, block_size=32, precondition_frequency=2)
+
+
 def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
 
@@ -122,6 +134,8 @@ VERIFIED_OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
     "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
     "adamw_8bit": (partial(_adamw, states="8bit"), None),
     "muon_8bit": (partial(_muon, states="8bit"), None),
+    "shampoo": (_shampoo, None),
+    "soap": (_soap, None),
 }
 
 

@@ -1,0 +1,230 @@
+"""Shampoo: blocks of the gradient, preconditioned from both sides by the running averages of their
+products."""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from sharding.planning.structure import Unit
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import (
+    Precision,
+    UnitContext,
+    UnitState,
+    constructor_defaults,
+    hyper_parameters,
+)
+from vfsdp_optim.blocked import (
+    MOST_FAILURES,
+    BlockedAlgorithm,
+    BlockPlace,
+    BlockSize,
+    block_places,
+    factor_shapes,
+    refuse_ignore,
+)
+from vfsdp_optim.matrix_roots import inverse_root
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.states.scratch import Scratch
+
+_SIDES = ("left", "right")
+
+
+class ShampooAlgorithm(BlockedAlgorithm):
+    """The update rule of `Shampoo`."""
+
+    name = "shampoo"
+    structural_keys = ("matrices", "block_size", "grafting")
+    as_torch: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__(**{**constructor_defaults(Shampoo), "matrices": None, **overrides})
+
+    def check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check ranges, the choices, and that something is done before the first root."""
+        super().check_group(group, where)
+        for key, choices in (("grafting", ("adam", "sgd", None)), ("root", ("eigh", "newton"))):
+            if group[key] not in choices:
+                raise ValueError(f"{where}: {key}: expected one of {choices}, got {group[key]!r}")
+        start = group["start_preconditioning_step"]
+        if start is not None and (not isinstance(start, int) or start < 1):
+            raise ValueError(
+                f"{where}: start_preconditioning_step: expected a step >= 1 or None, got {start!r}"
+            )
+        if group["grafting"] is None and start not in (None, 1):
+            raise ValueError(
+                f"{where}: start_preconditioning_step={start!r} without grafting would train by "
+                'plain gradients until then; pass grafting="adam" or "sgd", or leave it out'
+            )
+
+    def unit_states(self, group: dict[str, Any], unit: Unit) -> dict[str, UnitState]:
+        """Return the averages of gradients and, with Adam grafting, of their squares; both factors
+        of each block, their roots, and whether and how often in a row these failed."""
+        shape = unit.rows, unit.cols
+        states = {"exp_avg": UnitState(shape, compressible=True)}
+        if group["grafting"] == "adam":
+            states["exp_avg_sq"] = UnitState(shape, compressible=True, nonnegative=True)
+        for side, whole in zip(_SIDES, factor_shapes(*shape, group["block_size"]), strict=True):
+            states[side], states[f"{side}_root"] = UnitState(whole), UnitState(whole)
+        count = len(block_places(*shape, group["block_size"]))
+        states["ready"] = UnitState((count,), nonnegative=True)
+        states["failures"] = UnitState((count,), nonnegative=True)
+        return states
+
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Scratch
+    ) -> Tensor:
+        """Return the preconditioned average of gradients, (m, n), each block as long as what is
+        grafted."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        mean = context.states["exp_avg"].lerp_(matrix, 1 - beta1) / (1 - beta1**context.step)
+        graft = self._graft(group, matrix, mean, context)
+        update = torch.empty_like(mean)
+        for block in block_places(*matrix.shape, group["block_size"]):
+            self._average(block, matrix[block.rows, block.cols], context, beta2)
+            if _is_due(group, context.step, context.index + block.number):
+                self._refresh(group, block, context, 1 - beta2**context.step)
+            place = block.rows, block.cols
+            left, right = (self._of(context, f"{side}_root", block) for side in _SIDES)
+            update[place] = _grafted(
+                left @ mean[place] @ right,
+                mean[place],
+                None if graft is None else graft[place],
+                context.states["ready"][block.number],
+            )
+        return update
+
+    def _graft(
+        self, group: dict[str, Any], grad: Tensor, mean: Tensor, context: UnitContext
+    ) -> Tensor | None:
+        """Return the update whose length each block takes; None takes its own."""
+        if group["grafting"] != "adam":
+            return mean if group["grafting"] == "sgd" else None
+        beta2 = float(group["betas"][1])
+        square = context.states["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        return mean / (square / (1 - beta2**context.step)).sqrt_().add_(group["eps"])
+
+    @staticmethod
+    def _of(context: UnitContext, key: str, block: BlockPlace) -> Tensor:
+        side = block.left if key.startswith("left") else block.right
+        return context.states[key][side]
+
+    def _average(self, block: BlockPlace, grad: Tensor, context: UnitContext, beta2: float) -> None:
+        self._of(context, "left", block).mul_(beta2).add_(grad @ grad.T, alpha=1 - beta2)
+        self._of(context, "right", block).mul_(beta2).add_(grad.T @ grad, alpha=1 - beta2)
+
+    def _refresh(
+        self, group: dict[str, Any], block: BlockPlace, context: UnitContext, correction: float
+    ) -> None:
+        """Compute the roots of a block; keep the last ones where that fails."""
+        roots = [
+            inverse_root(
+                self._of(context, side, block) / correction, 4, group["eps"] ** 2, group["root"]
+            )
+            for side in _SIDES
+        ]
+        ready, failures = context.states["ready"], context.states["failures"]
+        found = [root for root in roots if root is not None]
+        if len(found) == len(_SIDES):
+            for side, root in zip(_SIDES, found, strict=True):
+                self._of(context, f"{side}_root", block).copy_(root)
+            ready[block.number], failures[block.number] = 1, 0
+        elif bool(self._of(context, "left", block).any()):  # else there was no gradient yet
+            failures[block.number] += 1
+            if failures[block.number] > MOST_FAILURES:
+                context.fail(
+                    f"the roots of block {block.number} failed {int(failures[block.number])} times "
+                    'in a row; raise eps, or pass root="eigh"'
+                )
+
+
+def _is_due(group: dict[str, Any], step: int, index: int) -> bool:
+    """Return whether a block's roots are computed in a step.
+
+    Blocks take turns, so that no step is much longer than others. Until its first turn a block is
+    updated by what is grafted; without grafting all have their first turn at the start.
+    """
+    frequency, start = group["precondition_frequency"], group["start_preconditioning_step"] or 1
+    if group["grafting"] is None and step == start:
+        return True
+    return step >= start and (step - start - index) % frequency == 0
+
+
+def _grafted(update: Tensor, mean: Tensor, graft: Tensor | None, ready: Tensor) -> Tensor:
+    """Return a block's update with the length of the one that is grafted; that one, or without it
+    the mean of gradients, as long as there are no roots."""
+    if graft is None:
+        return torch.where(ready > 0, update, mean)
+    return torch.where(ready > 0, update * (graft.norm() / (update.norm() + 1e-16)), graft)
+
+
+class Shampoo(StructuredOptimizer):
+    """Shampoo for plain, replicated and sharded parameters, with AdamW groups beside.
+
+    Each matrix is cut into blocks. A block's gradient G is averaged (betas[0]), and multiplied by
+    L^(-1/4) from the left and R^(-1/4) from the right, where L and R are the averages (betas[1]) of
+    G G^T and G^T G, both corrected for their start at zero; then it is scaled to the length of
+    another optimizer's update of the block. A panel of blocks has its states on one rank: where it
+    lies whole nothing moves, else its gradient and update travel. Same bits at every world size.
+
+    Args:
+        params: matrices, named matrices or groups; `param_groups(model, algorithm="shampoo")` makes
+            groups of a whole model.
+        lr: learning rate.
+        betas: decay of the average of gradients, and of those of squares and products.
+        eps: added to the root of Adam's second moment; its square is the least that is added to
+            the eigenvalues of factors. Relative to the largest, n x 1.2e-7 is added.
+        weight_decay: decoupled: each step scales parameters by 1 - lr * weight_decay.
+        block_size: rows and columns of a block, or both; None for whole matrices. Fewer rows make
+            more panels, for more ranks.
+        precondition_frequency: steps from one root of a factor to the next. Blocks take turns.
+        start_preconditioning_step: the first step with a root; None is 1.
+        grafting: whose length updates have: "adam", "sgd" (the average of gradients), or None.
+        root: "eigh", or "newton", which only multiplies.
+        states: as in `Muon`; the averages of gradients and squares can be 8-bit, factors are fp32.
+        max_exchange_bytes: as in `Muon`.
+        on_nonfinite: as in `Muon`, without "ignore": factors would keep what is not finite.
+        process_group: as in `Muon`.
+
+    Raises:
+        ValueError: a value out of range, a late start without grafting, or a parameter that is no
+            matrix in a group without `matrices`.
+        RuntimeError: in a step, on every rank: roots of a block failed more than 3 times in a row.
+
+    References:
+        Gupta et al. 2018, arXiv:1802.09568; Anil et al. 2020, arXiv:2002.09018 (grafting);
+        Shi et al. 2023, arXiv:2309.06497 (blocks).
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        block_size: BlockSize = 1024,
+        precondition_frequency: int = 10,
+        start_preconditioning_step: int | None = None,
+        grafting: str | None = "adam",
+        root: str = "eigh",
+        states: str | Precision = "32bit",
+        max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
+        on_nonfinite: str = "raise",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        refuse_ignore(on_nonfinite)
+        algorithm = ShampooAlgorithm(**hyper_parameters(locals()))
+        super().__init__(
+            params,
+            algorithm,
+            AdamWAlgorithm(states=states),
+            max_exchange_bytes=max_exchange_bytes,
+            on_nonfinite=on_nonfinite,
+            process_group=process_group,
+        )

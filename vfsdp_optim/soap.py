@@ -1,0 +1,232 @@
+"""SOAP: Adam in the eigenbases of Shampoo's factors."""
+
+import math
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from sharding.planning.structure import Unit
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import (
+    Precision,
+    UnitContext,
+    UnitState,
+    constructor_defaults,
+    hyper_parameters,
+)
+from vfsdp_optim.blocked import (
+    MOST_FAILURES,
+    BlockedAlgorithm,
+    BlockPlace,
+    BlockSize,
+    block_places,
+    factor_shapes,
+    refuse_ignore,
+    sides,
+)
+from vfsdp_optim.matrix_roots import eigenbasis, next_eigenbasis
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.runs import Run
+
+
+class SOAPAlgorithm(BlockedAlgorithm):
+    """The update rule of `SOAP`."""
+
+    name = "soap"
+    structural_keys = ("matrices", "block_size", "max_dim")
+    as_torch: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, **overrides: Any) -> None:
+        super().__init__(**{**constructor_defaults(SOAP), "matrices": None, **overrides})
+
+    def check_group(self, group: dict[str, Any], where: str) -> None:
+        """Check ranges."""
+        super().check_group(group, where)
+        if not isinstance(group["max_dim"], int) or group["max_dim"] < 0:
+            raise ValueError(
+                f"{where}: max_dim: expected a number of rows or columns >= 0, got "
+                f"{group['max_dim']!r}"
+            )
+        beta = group["shampoo_beta"]
+        if beta is not None and not (isinstance(beta, int | float) and 0 <= beta < 1):
+            raise ValueError(
+                f"{where}: shampoo_beta: expected a number in [0, 1) or None for betas[1], got "
+                f"{beta!r}"
+            )
+
+    def unit_states(self, group: dict[str, Any], unit: Unit) -> dict[str, UnitState]:
+        """Return the average of gradients, that of squares in the eigenbases, and of each block
+        the factors and bases of the sides that have any."""
+        shape, size = (unit.rows, unit.cols), group["block_size"]
+        states = {
+            "exp_avg": UnitState(shape, compressible=True),
+            "exp_avg_sq": UnitState(shape, compressible=True, nonnegative=True),
+        }
+        wholes = dict(zip(("left", "right"), factor_shapes(*shape, size), strict=True))
+        for side in _sides(group, *shape):
+            states[side], states[f"{side}_basis"] = UnitState(wholes[side]), UnitState(wholes[side])
+        states["failures"] = UnitState((len(block_places(*shape, size)),), nonnegative=True)
+        return states
+
+    def decays(self, run: Run) -> bool:
+        """Return False in the first step, which only starts the factors."""
+        return run.step > 1
+
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Scratch
+    ) -> Tensor:
+        """Return Adam's update in the eigenbases, brought back, (m, n)."""
+        beta1, beta2 = (float(beta) for beta in group["betas"])
+        moment, square = context.states["exp_avg"], context.states["exp_avg_sq"]
+        update = torch.zeros_like(matrix)
+        if context.step > 1:
+            moment.lerp_(matrix, 1 - beta1)
+        steps = context.step - 1  # the first only starts the factors
+        for block in block_places(*matrix.shape, group["block_size"]):
+            place = block.rows, block.cols
+            grad, bases = matrix[place], self._bases(group, context, block, matrix.shape)
+            if steps:
+                turned = _turned(grad, bases)
+                square[place].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+                ratio = _turned(moment[place], bases) / square[place].sqrt().add_(group["eps"])
+                scale = math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
+                update[place] = _turned(ratio, {s: b.T for s, b in bases.items()}).mul_(scale)
+            self._average(group, context, block, grad)
+            if (
+                not steps
+                or (steps - context.index - block.number) % group["precondition_frequency"] == 0
+            ):
+                self._refresh(context, block, bases, first=not steps)
+        return update
+
+    @staticmethod
+    def _bases(
+        group: dict[str, Any], context: UnitContext, block: BlockPlace, shape: torch.Size
+    ) -> dict[str, Tensor]:
+        places = {"left": block.left, "right": block.right}
+        return {
+            side: context.states[f"{side}_basis"][places[side]] for side in _sides(group, *shape)
+        }
+
+    @staticmethod
+    def _average(
+        group: dict[str, Any], context: UnitContext, block: BlockPlace, grad: Tensor
+    ) -> None:
+        """Add the products of the gradient to the factors, after they were used."""
+        beta = group["shampoo_beta"]
+        beta = float(group["betas"][1]) if beta is None else beta
+        for side, place, x in (("left", block.left, grad), ("right", block.right, grad.T)):
+            if side in context.states:
+                context.states[side][place].mul_(beta).add_(x @ x.T, alpha=1 - beta)
+
+    def _refresh(
+        self, context: UnitContext, block: BlockPlace, bases: Mapping[str, Tensor], *, first: bool
+    ) -> None:
+        """Bring the bases of a block up to date; keep one where that fails.
+
+        A side without a basis yet, because all gradients were zero, is decomposed.
+        """
+        square = context.states["exp_avg_sq"][block.rows, block.cols]
+        failed = False
+        for side, basis in bases.items():
+            factor = context.states[side][block.left if side == "left" else block.right]
+            if first or not bool(basis.any()):
+                found = eigenbasis(factor)
+                if found is not None:
+                    basis.copy_(found)
+                failed |= found is None
+                continue
+            result = next_eigenbasis(factor, basis)
+            failed |= result is None
+            if result is not None:
+                basis.copy_(result[0])
+                square.copy_(square[result[1]] if side == "left" else square[:, result[1]])
+        failures = context.states["failures"]
+        failures[block.number] = failures[block.number] + 1 if failed else 0
+        if failed and failures[block.number] > MOST_FAILURES:
+            context.fail(
+                f"the eigenbases of block {block.number} failed {int(failures[block.number])} "
+                "times in a row; lower the learning rate"
+            )
+
+
+def _sides(group: dict[str, Any], rows: int, cols: int) -> list[str]:
+    """Return the sides that have a factor: not those longer than `max_dim`."""
+    lengths = zip(("left", "right"), sides(rows, cols, group["block_size"]), strict=True)
+    return [side for side, length in lengths if length <= group["max_dim"]]
+
+
+def _turned(block: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """Return a block in eigenbases, whose columns are eigenvectors."""
+    if "left" in bases:
+        block = bases["left"].T @ block
+    return block @ bases["right"] if "right" in bases else block
+
+
+class SOAP(StructuredOptimizer):
+    """SOAP for plain, replicated and sharded parameters, with AdamW groups beside.
+
+    Adam in the eigenbases of Shampoo's factors L and R: the gradient is turned into them, its
+    squares are averaged there, and the update is turned back. The average of gradients is kept in
+    the original basis. As in the paper, the factors see a gradient after it was used, the first
+    step only starts them, and bases follow by one step of orthogonal iteration, with the averages
+    of squares sorted along. States of a matrix, or of a panel of blocks, are on one rank: where it
+    lies whole nothing moves, else its gradient and update travel. Same bits at every world size.
+
+    Args:
+        params: matrices, named matrices or groups; `param_groups(model, algorithm="soap")` makes
+            groups of a whole model.
+        lr: learning rate.
+        betas: decay of the averages of gradients and squares.
+        eps: added to the root of the average of squares.
+        weight_decay: decoupled: each step but the first scales parameters by 1 - lr * weight_decay.
+        shampoo_beta: decay of the factors; None is betas[1].
+        block_size: rows and columns of a block, or both; None, as in the paper, for whole matrices.
+        max_dim: a side that is longer has no factor: its basis stays what it is.
+        precondition_frequency: steps from one basis to the next. Blocks take turns.
+        states: as in `Muon`; averages of gradients and squares can be 8-bit, factors are fp32.
+        max_exchange_bytes: as in `Muon`.
+        on_nonfinite: as in `Muon`, without "ignore": factors would keep what is not finite.
+        process_group: as in `Muon`.
+
+    Raises:
+        ValueError: a value out of range, or a parameter that is no matrix in a group without
+            `matrices`.
+        RuntimeError: in a step, on every rank: bases of a block failed more than 3 times in a row.
+
+    References:
+        Vyas et al. 2024, arXiv:2409.11321.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 3e-3,
+        betas: tuple[float, float] = (0.95, 0.95),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        shampoo_beta: float | None = None,
+        block_size: BlockSize = None,
+        max_dim: int = 10000,
+        precondition_frequency: int = 10,
+        states: str | Precision = "32bit",
+        max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
+        on_nonfinite: str = "raise",
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        refuse_ignore(on_nonfinite)
+        algorithm = SOAPAlgorithm(**hyper_parameters(locals()))
+        super().__init__(
+            params,
+            algorithm,
+            AdamWAlgorithm(states=states),
+            max_exchange_bytes=max_exchange_bytes,
+            on_nonfinite=on_nonfinite,
+            process_group=process_group,
+        )
