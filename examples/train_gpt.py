@@ -38,10 +38,12 @@ import checkpoints
 from gpt import GPT, GPTConfig, generate
 from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
 from vfsdp_optim import (
+    SOAP,
     AdamW,
     MixedPrecisionPolicy,
     Muon,
     Precision,
+    Shampoo,
     fully_shard,
     layout,
     param_groups,
@@ -57,7 +59,13 @@ HELD_OUT_BATCHES = 40  # of SEQUENCES windows each
 REPORT_EVERY = 10  # steps; reading a loss makes the host wait for the device
 PROMPT = b"import os\n\n\ndef "
 
-LEARNING_RATES = {"muon": 0.02, "adamw": 0.016}
+LEARNING_RATES = {"muon": 0.02, "adamw": 0.016, "shampoo": 0.016, "soap": 0.008}
+# Of matrices: what else its constructor is told.
+MATRIX_OPTIMIZERS = {
+    "muon": (Muon, {}),
+    "shampoo": (Shampoo, dict(block_size=128, weight_decay=0.01)),
+    "soap": (SOAP, dict(block_size=128, weight_decay=0.01)),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,9 +196,11 @@ def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
             model.named_parameters(), lr=lr, states=Precision(args.states, keep_32bit=kept), **adamw
         )
         return checkpoints.Run(model, optimizer)
-    # Muon takes the hidden matrices; the embedding, the head and the gains of norms are AdamW's.
-    groups = param_groups(model, adamw=dict(lr=LEARNING_RATES["adamw"], **adamw))
-    return checkpoints.Run(model, Muon(groups, lr=lr, states=args.states))
+    # Hidden matrices are the optimizer's; embedding, head and the gains of norms are AdamW's.
+    of_adamw = dict(lr=LEARNING_RATES["adamw"], **adamw)
+    groups = param_groups(model, algorithm=args.optimizer, adamw=of_adamw)
+    make_optimizer, options = MATRIX_OPTIMIZERS[args.optimizer]
+    return checkpoints.Run(model, make_optimizer(groups, lr=lr, states=args.states, **options))
 
 
 def schedule(step: int, steps: int) -> float:
