@@ -72,7 +72,7 @@ def run_blocks() -> int:
 
 
 def test_blocks_run_as_they_stand():
-    assert run_ranks(run_blocks, 2) == [7, 7]
+    assert run_ranks(run_blocks, 2) == [8, 8]
 
 
 def test_property_test_runs_as_it_stands():
