@@ -85,6 +85,7 @@ ORDER = {
         "plan",
         "optimizer",
         "fused_adam",
+        "adamw_lists",
         "adamw",
         "qk_clip",
         "muon",
@@ -101,7 +102,7 @@ ORDER = {
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
     "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),
     "vfsdp_optim.step": (
-        "nonfinite member runs units sharded_units admission standing_state unit_owners "
+        "nonfinite member runs run_lists units sharded_units admission standing_state unit_owners "
         "working_set plan_proof"
     ).split(),
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],

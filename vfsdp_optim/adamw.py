@@ -1,6 +1,6 @@
 """AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from vfsdp_optim.adamw_lists import update_fused, update_lists
 from vfsdp_optim.algorithm import (
     Algorithm,
     Precision,
@@ -21,13 +22,15 @@ from vfsdp_optim.algorithm import (
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
+from vfsdp_optim.step.run_lists import batches, is_plain
 from vfsdp_optim.step.runs import Run
 
 
 class AdamWAlgorithm(Algorithm):
     """The update rule of `AdamW`, for its groups and for AdamW groups of other optimizers.
 
-    Bitwise equal to torch.optim.AdamW: the same operations in the same order on longer runs. In
+    Bitwise equal to torch.optim.AdamW: the same operations in the same order on longer runs, or on
+    lists of short ones; with `fused`, its own kernel, on pieces that have the bits of the whole. In
     bfloat16 torch has two results; this is that of foreach=False, which does not round betas.
     """
 
@@ -45,11 +48,17 @@ class AdamWAlgorithm(Algorithm):
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges as torch does, and refuse what is not supported."""
-        for key in ("capturable", "differentiable", "fused"):
+        for key in ("capturable", "differentiable"):
             if group[key]:
                 raise NotImplementedError(
                     f"{where}: {key}={group[key]!r} is not supported; leave it out (the update is "
                     "one pass over long runs, bitwise equal to torch's foreach=True)"
+                )
+        for key in ("states", "state_dtype", "master_weights", "stochastic_rounding"):
+            if group["fused"] and group[key] not in ("32bit", None, False):
+                raise NotImplementedError(
+                    f"{where}: fused=True with {key}={group[key]!r} is not supported: torch's "
+                    "fused kernel keeps states in the parameter's dtype; leave one of them out"
                 )
         check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
         check_betas(group, where)
@@ -63,6 +72,36 @@ class AdamWAlgorithm(Algorithm):
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the two moments, and the maximum of the second with amsgrad."""
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+
+    def update_runs(self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch) -> None:
+        """Update moments and parameters in place, those of short runs by lists."""
+        if group["fused"]:
+            update_fused(group, self._not_fused(group, runs, scratch), self.state_keys(group))
+            return
+        self._update_in_batches(group, runs, scratch)
+
+    def _not_fused(
+        self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
+    ) -> Iterator[Run]:
+        """Update the runs that torch's kernel cannot, whose state was loaded in another dtype than
+        the parameter's, and yield the others."""
+        for run in runs:
+            if is_plain(run):
+                yield run
+            else:
+                self.update_run(group, run, scratch)
+                run.store()
+
+    def _update_in_batches(
+        self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
+    ) -> None:
+        for batch in batches(runs):
+            if len(batch) == 1:
+                self.update_run(group, batch[0], scratch)
+            else:
+                update_lists(group, batch)
+            for run in batch:
+                run.store()
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update moments and parameters in place."""
@@ -96,7 +135,7 @@ class AdamWAlgorithm(Algorithm):
 
 class AdamW(StructuredOptimizer):
     """torch.optim.AdamW for plain, replicated and sharded parameters, with its arguments and the
-    bits of foreach=True.
+    bits of foreach=True, or of fused=True on the unsharded parameters.
 
     Args:
         params: parameters, named parameters or groups.
@@ -109,7 +148,9 @@ class AdamW(StructuredOptimizer):
         foreach: accepted; every value gives the same bits.
         capturable: not supported.
         differentiable: not supported.
-        fused: not supported.
+        fused: True: by torch's fused kernel, with its bits on unsharded parameters. On a CPU, other
+            shards than rows and those of `vfsdp_optim.fully_shard`, such as `Shard(1)`, can differ
+            from them in last bits.
         state_dtype: dtype of the moments; None is the parameter's, as in torch, or fp32 where one
             of the next arguments is used.
         states: "32bit", "8bit" (the moments of large matrices as 8-bit codes, a quarter of the
@@ -125,8 +166,8 @@ class AdamW(StructuredOptimizer):
     Raises:
         TypeError: `params`, names in `states` or `process_group` are of a wrong type.
         ValueError: a value out of range, an unknown group key, or a complex parameter.
-        NotImplementedError: `capturable`, `differentiable` or `fused` is true, or a DTensor has
-            partial sums.
+        NotImplementedError: `capturable` or `differentiable` is true, `fused` with states in other
+            dtypes than the parameters', or a DTensor has partial sums.
 
     References:
         Loshchilov and Hutter 2019, arXiv:1711.05101; Reddi et al. 2018, arXiv:1904.09237 (amsgrad).

@@ -195,6 +195,12 @@ class Algorithm(ABC):
         of new tensors, `scratch.take(numel, dtype, device)` lends memory until the next chunk.
         """
 
+    def update_runs(self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch) -> None:
+        """Do it on all runs of a group, taken one by one, and store each."""
+        for run in runs:
+            self.update_run(group, run, scratch)
+            run.store()
+
 
 @dataclass(frozen=True, slots=True)
 class UnitState:

@@ -5,6 +5,8 @@ Touches local tensors; communicates once to compare plans, and in the exchange o
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from itertools import groupby
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -413,12 +415,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
         counts = torch.tensor(advance, dtype=torch.float32, device="cpu")
         self._nonfinite.count(skip, working.steps, counts)
         steps = working.steps.tolist()
-        for span in working.spans:
-            group = self.param_groups[span.group]
-            algorithm = self._algorithms[group["algorithm"]]
-            for run in span.runs(grads, steps, skip):
-                algorithm.update_run(group, run, self._scratch)
-                run.store()
+        for number, spans in groupby(working.spans, key=attrgetter("group")):
+            group = self.param_groups[number]
+            runs = (run for span in spans for run in span.runs(grads, steps, skip))
+            self._algorithms[group["algorithm"]].update_runs(group, runs, self._scratch)
 
     # ----------------------------------------------------------- working set
 

@@ -150,7 +150,7 @@ def test_tensor_learning_rate_is_read_at_each_step():
     assert_same(ours, params, theirs, reference)
 
 
-@pytest.mark.parametrize("option", ["capturable", "differentiable", "fused"])
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_options_that_are_not_supported_are_refused_by_name(option):
     with pytest.raises(NotImplementedError, match=f"param group 0: {option}=True.*leave it out"):
         AdamW(parameters(), **{option: True})

@@ -65,7 +65,7 @@ def step(optimizer: torch.optim.Optimizer, seed: int) -> None:
     params = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = full_tensors([tuple(p.shape) for p in params], seed)
     for param, gradient in zip(params, gradients, strict=True):
-        param.grad = cut_like(gradient, param)
+        param.grad = cut_like(gradient.to(param.dtype), param)
     optimizer.step()
 
 

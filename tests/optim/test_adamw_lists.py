@@ -1,0 +1,94 @@
+"""AdamW on lists of tensors: fused=True has torch's bits, sharded or not; few calls for many."""
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from ranks import run_ranks
+from torch_layouts import LAYOUTS, Matrices, full, full_tensors, step
+from vfsdp_optim import AdamW, Precision
+
+# Shards of odd rows start and end inside of vectors; some are shorter than one.
+SHAPES = [(7, 33), (5, 131), (3, 5), (2, 1000), (9, 37), (1, 1), (64, 16)]
+
+
+def unsharded(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Matrices:
+    return Matrices(shapes).to(dtype)
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    for seed in range(3):
+        step(optimizer, seed)
+    states = [optimizer.state[p] for p in model.parameters()]
+    moments = [full(s[key]) for s in states for key in s if key != "step"]
+    return [*map(full, model.parameters()), *moments]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, dict(amsgrad=True, maximize=True, weight_decay=0.0)])
+def test_fused_has_the_bits_of_torchs_on_plain_parameters(dtype, options):
+    options = dict(lr=0.1, fused=True, **options)
+    ours, theirs = unsharded(SHAPES, dtype), unsharded(SHAPES, dtype)
+    actual = trained(ours, AdamW(ours.named_parameters(), **options))
+    expected = trained(theirs, torch.optim.AdamW(theirs.named_parameters(), **options))
+    assert all(map(torch.equal, actual, expected))
+
+
+def differing(layout: str) -> int:
+    """Return how many tensors of 3 steps differ from torch's fused unsharded ones."""
+    theirs = unsharded(SHAPES)
+    expected = trained(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True))
+    ours = LAYOUTS[layout](unsharded(SHAPES))
+    actual = trained(ours, AdamW(ours.named_parameters(), lr=0.1, fused=True))
+    return sum(not torch.equal(a, b) for a, b in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("layout", ["fsdp2", "ours_hsdp", "replicated"])
+def test_fused_has_the_bits_of_torchs_unsharded_wherever_shards_are_cut(layout):
+    ranks = 4 if layout == "ours_hsdp" else 3
+    assert run_ranks(differing, ranks, layout) == [0] * ranks
+
+
+def test_fused_leaves_out_steps_that_only_the_device_knows_to_be_not_finite():
+    model = unsharded(SHAPES)
+    optimizer = AdamW(model.named_parameters(), lr=0.1, fused=True, on_nonfinite="skip")
+    optimizer._nonfinite.host_devices = frozenset()
+    before = trained(model, optimizer)
+    model.ws[0].grad[0, 0] = float("inf")
+    optimizer.step()
+    assert all(map(torch.equal, full_state(model, optimizer), before))
+    assert optimizer.skipped_steps == 1
+
+
+def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    states = [optimizer.state[p] for p in model.parameters()]
+    return [*model.parameters(), *(s[key] for s in states for key in s if key != "step")]
+
+
+@pytest.mark.parametrize("fused", [None, True])
+def test_many_small_parameters_are_one_call_of_each_operator(fused):
+    # torch's foreach was 4.5 and its fused kernel 13 times as fast on 2,000 tensors of 16 elements.
+    model = unsharded([(4, 4)] * 40)
+    optimizer = AdamW(model.parameters(), fused=fused)
+    step(optimizer, 0)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    lists = [event.name for event in profiler.events() if "_foreach" in event.name]
+    kernels = [event.name for event in profiler.events() if "_fused" in event.name]
+    assert len(lists) == (0 if fused else 8)
+    assert len(kernels) == (1 if fused else 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "fact"),
+    [
+        ({"states": "8bit"}, "states='8bit'"),
+        ({"states": Precision(master_weights=True)}, "master_weights=True"),
+        ({"state_dtype": torch.float32}, "state_dtype=torch.float32"),
+    ],
+)
+def test_fused_with_states_that_torchs_kernel_cannot_keep_is_refused_by_name(options, fact):
+    (tensor,) = full_tensors([(64, 64)], 0)
+    with pytest.raises(NotImplementedError, match=f"param group 0: fused=True with {fact}"):
+        AdamW([("w", nn.Parameter(tensor.bfloat16()))], fused=True, **options)
