@@ -1,5 +1,6 @@
 """States that a unit has on its owner, in an algorithm as users write them, through the kit."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -97,3 +98,90 @@ def test_states_of_units_are_there_from_the_first_look_under_the_number_of_the_u
     gram.zero_()
     optimizer.step()
     torch.testing.assert_close(gram, torch.full((4, 4), 0.05 * 4))
+
+
+def held(optimizer: StructuredOptimizer) -> dict[str, Tensor]:
+    (state, *_) = optimizer.state.values()
+    return {key: value.clone() for key, value in state.items()}
+
+
+@pytest.mark.parametrize("states", ["32bit", "8bit"])
+def test_step_that_a_device_skips_leaves_states_of_units_as_they_were(states):
+    param = nn.Parameter(torch.ones(96, 64))
+    optimizer = StructuredOptimizer([param], PanelGram(states=states), on_nonfinite="skip")
+    optimizer._nonfinite.host_devices = frozenset()  # as if the flag were known to a GPU alone
+    param.grad = torch.randn(96, 64, generator=torch.Generator().manual_seed(1))
+    optimizer.step()
+    before, weights = held(optimizer), param.detach().clone()
+    param.grad = param.grad.clone()
+    param.grad[90, 3] = torch.inf
+    optimizer.step()
+    assert optimizer.skipped_steps == 1
+    assert torch.equal(param, weights)
+    after = held(optimizer)
+    assert all(torch.equal(after[key], before[key]) for key in before)
+    param.grad.fill_(0.5)
+    optimizer.step()
+    assert not torch.equal(held(optimizer)["gram.0"], before["gram.0"])
+
+
+def test_states_of_units_stay_when_a_group_comes_or_a_parameter_is_frozen():
+    param, other = nn.Parameter(torch.ones(12, 4)), nn.Parameter(torch.ones(8, 4))
+    optimizer = StructuredOptimizer([param], PanelGram())
+    param.grad = torch.ones(12, 4)
+    optimizer.step()
+    before = held(optimizer)
+    optimizer.add_param_group({"params": [other]})
+    assert all(torch.equal(held(optimizer)[key], before[key]) for key in before)
+    param.requires_grad_(False)
+    param.grad = None
+    other.grad = torch.ones(8, 4)
+    optimizer.step()
+    assert all(torch.equal(held(optimizer)[key], before[key]) for key in before)
+
+
+class ForgetsOnLoad(StructuredOptimizer):
+    """Planted: states of units are lost on resume."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            state["gram.0"].zero_()
+
+
+class FollowsItsPanel(PanelGram):
+    """Planted: each rank has a state of its own, as where rows are cut and nothing is exchanged."""
+
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Any
+    ) -> Tensor:
+        if context.index == 1 and torch.distributed.get_world_size() > 1:
+            context.states["moment"].mul_(0.5)
+        return super().matrix_update(group, matrix, context, scratch)
+
+
+class CountsFromOne(PanelGram):
+    """Planted: the number of a matrix is that among this rank's, so turns differ by rank."""
+
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Any
+    ) -> Tensor:
+        index = context.index % torch.distributed.get_world_size()
+        return super().matrix_update(group, matrix, replace(context, index=index), scratch)
+
+
+def test_planted_faults_in_states_of_units_are_caught():
+    def forgets(module: nn.Module) -> StructuredOptimizer:
+        return ForgetsOnLoad(module.named_parameters(), PanelGram())
+
+    with pytest.raises(AssertionError, match="gram"):
+        assert_resume_is_exact(forgets, shapes=SHAPES[:1], layouts="ours")
+    for algorithm in (FollowsItsPanel, CountsFromOne):
+        with pytest.raises(AssertionError):
+            assert_sharded_equals_unsharded(
+                lambda module, kind=algorithm: StructuredOptimizer(
+                    module.named_parameters(), kind()
+                ),
+                shapes=SHAPES[:1],
+                layouts="ours",
+            )
