@@ -13,6 +13,12 @@ Beside Muon, the embedding, the head and the norms are AdamW's, at AdamW's best 
 
     adamw  --lr 0.008  2.603    --lr 0.016  2.430    --lr 0.032  2.673
     muon   --lr 0.01   2.044    --lr 0.02   1.950    --lr 0.04   1.955
+
+The same after --steps 120, for those that precondition:
+
+    adamw    --lr 0.016  3.098
+    shampoo  --lr 0.008  2.962    --lr 0.016  2.862    --lr 0.032  3.118
+    soap     --lr 0.004  3.082    --lr 0.008  3.063    --lr 0.016  3.078
 """
 
 from __future__ import annotations

@@ -22,6 +22,7 @@ BlockSize = int | tuple[int, int] | None
 
 # A block whose factors cannot be decomposed so often in a row ends the run.
 MOST_FAILURES = 3
+_LARGEST_GRADIENT = 1e15
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,8 +150,8 @@ class BlockedAlgorithm(MatrixAlgorithm):
     def write_input(
         self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
     ) -> None:
-        """Write the gradient."""
-        out.copy_(grad)
+        """Write the gradient, bounded: the square of one larger would make factors infinite."""
+        out.copy_(grad).clamp_(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
 
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return the negative learning rate."""

@@ -91,6 +91,8 @@ def _retried(method: Callable[[Tensor], Tensor], matrix: Tensor) -> Tensor | Non
 
 def _newton(matrix: Tensor, order: int, epsilon: float) -> Tensor | None:
     identity = torch.eye(len(matrix), dtype=matrix.dtype, device=matrix.device)
+    largest = matrix.diagonal().amax()  # so that norms neither overflow nor vanish
+    matrix, epsilon = matrix / largest, epsilon / float(largest)
     matrix = matrix + floor_of(matrix.norm(), len(matrix), epsilon) * identity
     scale = (1 + order) / (2 * matrix.norm())
     power, root = matrix * scale, identity * scale ** (1 / order)
@@ -98,7 +100,7 @@ def _newton(matrix: Tensor, order: int, epsilon: float) -> Tensor | None:
         step = ((1 + 1 / order) * identity) - power / order
         root = root @ step
         power = torch.linalg.matrix_power(step, order) @ power
-        if bool((power - identity).abs().amax() < _NEWTON_TOLERANCE):
-            return root
-    error = (power - identity).abs().amax()
-    return root if bool(error < 1e-2) else None  # NaN is not
+        error = (power - identity).abs().amax()
+        if bool(error < _NEWTON_TOLERANCE):
+            break
+    return root * largest ** (-1 / order) if bool(error < 1e-2) else None  # NaN is not

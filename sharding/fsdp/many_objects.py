@@ -1,7 +1,7 @@
 """Python's garbage collector while a model is set up. Touches nothing else.
 
 A model of 45,000 parameters is some millions of objects that stay. The collector looks at the young
-ones again and again while they are made and frees none, which was a third of the time of set-up.
+ones again and again while they are made, which was about a third of the time of set-up.
 """
 
 import gc

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ranks import distributed_examples
-from vfsdp_optim import AdamW, Muon, Precision
+from vfsdp_optim import SOAP, AdamW, Muon, Precision, Shampoo
 from vfsdp_optim.testing import (
     assert_program_is_exact,
     assert_sharded_equals_unsharded,
@@ -33,16 +33,30 @@ def make_adamw(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return AdamW(module.named_parameters(), lr=0.1, weight_decay=0.5, **options)
 
 
-def make_muon(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
-    """Muon of matrices, experts and convolutions, AdamW of the rest."""
+def make_muon(
+    module: nn.Module, kind: type = Muon, algorithm: str = "muon", **options: Any
+) -> torch.optim.Optimizer:
+    """Muon, or another, of matrices, experts and convolutions, AdamW of the rest."""
     groups: dict[Any, dict[str, Any]] = {}
     for name, param in module.named_parameters():
         if param.dim() in PATTERNS:
-            group = {"algorithm": "muon", "matrices": PATTERNS[param.dim()]}
+            group = {"algorithm": algorithm, "matrices": PATTERNS[param.dim()]}
         else:
             group = {"algorithm": "adamw", "lr": 0.1}
         groups.setdefault(param.dim(), {"params": [], **group})["params"].append((name, param))
-    return Muon(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
+    return kind(list(groups.values()), lr=0.1, weight_decay=0.5, **options)
+
+
+def make_shampoo(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Shampoo in small blocks, whose roots take turns."""
+    own = {"block_size": (4, 8), "precondition_frequency": 2, "on_nonfinite": "skip", **options}
+    return make_muon(module, Shampoo, "shampoo", **own)
+
+
+def make_soap(module: nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """SOAP of whole matrices, one-sided where they are long."""
+    own = {"max_dim": 30, "precondition_frequency": 2, "on_nonfinite": "skip", **options}
+    return make_muon(module, SOAP, "soap", **own)
 
 
 def make_muon_in_small_waves(
@@ -64,6 +78,8 @@ OPTIMIZERS = {
     "muon": make_muon,
     "muon_in_small_waves": make_muon_in_small_waves,
     "muon_skips": partial(make_muon, nesterov=False, on_nonfinite="skip"),
+    "shampoo": make_shampoo,
+    "soap": make_soap,
 }
 # Their states need cuts between blocks.
 IN_BLOCKS = {
@@ -75,6 +91,7 @@ IN_BLOCKS = {
     "muon_8bit_in_small_waves": partial(
         make_muon_in_small_waves, states="8bit", largest=LARGEST_MATRIX, nesterov=False
     ),
+    "shampoo_8bit": partial(make_shampoo, states="8bit", block_size=(16, 64)),
 }
 OF_BFLOAT16 = {
     "adamw_master_weights": partial(make_adamw, states=Precision(master_weights=True)),

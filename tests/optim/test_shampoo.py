@@ -97,6 +97,24 @@ def test_root_is_the_inverse_root(method, order):
     assert inverse_root(torch.full((4, 4), float("nan")), order, 1e-12, method) is None
 
 
+@pytest.mark.parametrize("method", ["eigh", "newton"])
+def test_root_of_large_and_of_small_matrices(method):
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
+    expected = inverse_root(matrix, 4, 0.0, method)
+    for scale in (1e-24, 1e24):
+        root = inverse_root(matrix * scale, 4, 0.0, method)
+        torch.testing.assert_close(root * scale**0.25, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_one_huge_finite_gradient_does_not_end_the_run():
+    param = nn.Parameter(torch.ones(8, 12))
+    optimizer = Shampoo([param], block_size=8, precondition_frequency=1)
+    for scale in (1e25, 1.0, 1.0, 1.0, 1.0, 1.0):
+        param.grad = scale * torch.ones(8, 12)
+        optimizer.step()
+    assert param.isfinite().all()
+
+
 def test_zero_gradients_move_nothing():
     """aorta#30, HeavyBall#40: a zero gradient gave NaN."""
     param = nn.Parameter(torch.ones(12, 8))

@@ -241,10 +241,27 @@ class Trial:
         indices = [i for group in saved.optimizer["param_groups"] for i in group["params"]]
         by_index = dict(zip(indices, params, strict=True))
         state = {
-            index: pytree.tree_map_only(Whole, partial(_like, by_index.get(index)), of_param)
+            index: self._cut(by_index.get(index), of_param)
             for index, of_param in saved.optimizer["state"].items()
         }
         self.optimizer.load_state_dict({**saved.optimizer, "state": state})
+
+    def _cut(self, param: Tensor | None, saved: Any) -> Any:
+        """Return the saved state of a parameter, cut as it is; what the optimizer keeps in another
+        layout than the parameter's stays full, because it knows how it cuts that."""
+        own = self.optimizer.state.get(param, {}) if param is not None else {}
+        placed = getattr(param, "placements", None)
+        others = {
+            key
+            for key, value in (own.items() if isinstance(own, dict) else ())
+            if isinstance(value, DTensor) and value.placements != placed
+        }
+        if not isinstance(saved, dict):
+            return pytree.tree_map_only(Whole, partial(_like, param), saved)
+        return {
+            key: pytree.tree_map_only(Whole, partial(_like, None if key in others else param), item)
+            for key, item in saved.items()
+        }
 
 
 def _spoil_options(optimizer: torch.optim.Optimizer) -> None:
