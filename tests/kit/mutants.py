@@ -138,9 +138,9 @@ class MutantMatrices(StructuredOptimizer):
 
 
 class _Forgets(ShardedMatrices):
-    def _compute(self, unit: int, grads: Any) -> None:
+    def _compute(self, unit: int, grads: Any, skip: Skip) -> None:
         if unit != max(max(wave) for wave in self.plan.waves):
-            super()._compute(unit, grads)
+            super()._compute(unit, grads, skip)
 
 
 @plant
@@ -151,12 +151,12 @@ class OwnerForgetsOneMatrix(MutantMatrices):
 
 
 class _Reversed(ShardedMatrices):
-    def _compute(self, unit: int, grads: Any) -> None:
+    def _compute(self, unit: int, grads: Any, skip: Skip) -> None:
         job = self._jobs[unit]
         if grads[job.member.number] is None:
             return
         parts = [part for _, part in self._exchange.parts(unit)]
-        update = job.update(torch.cat(parts[::-1]), self._scratch)
+        update = job.update(torch.cat(parts[::-1]), self._scratch, skip)
         for start, result in self._exchange.results(unit):
             result.copy_(update[start : start + result.numel()])
 

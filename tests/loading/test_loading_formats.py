@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 import vfsdp_optim
-from checkpoints import Net, difference, full_state, make_net, make_optimizer, plain, take_steps
+from dcp_checkpoints import Net, difference, full_state, make_net, make_optimizer, plain, take_steps
 from ranks import RankError, run_ranks
 from sharding import RaggedDTensor, load_full_state_dict
 

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.profiler import ProfilerActivity, profile
 
 import vfsdp_optim
-from checkpoints import (
+from dcp_checkpoints import (
     WIDTH,
     Net,
     difference,

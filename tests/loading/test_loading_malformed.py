@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import vfsdp_optim
-from checkpoints import difference, local_state, plain, take_steps
+from dcp_checkpoints import difference, local_state, plain, take_steps
 from ranks import run_ranks
 
 DOCUMENTED = (TypeError, ValueError, RuntimeError, NotImplementedError)

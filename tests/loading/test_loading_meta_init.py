@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from checkpoints import Net, difference, full_state, make_optimizer, shard_net, take_steps
+from dcp_checkpoints import Net, difference, full_state, make_optimizer, shard_net, take_steps
 from ranks import run_ranks
 from sharding import RaggedDTensor, RaggedShard, fully_shard
 from sharding.tensor.ragged_tensor import distribute_ragged

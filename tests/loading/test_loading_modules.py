@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
-from checkpoints import (
+from dcp_checkpoints import (
     WIDTH,
     Net,
     difference,

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from checkpoints import (
+from dcp_checkpoints import (
     Net,
     difference,
     full_state,

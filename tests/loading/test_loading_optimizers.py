@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import vfsdp_optim
-from checkpoints import (
+from dcp_checkpoints import (
     difference,
     full_state,
     local_state,

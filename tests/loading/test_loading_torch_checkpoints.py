@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.lr_scheduler import OneCycleLR
 
-from checkpoints import difference, plain
+from dcp_checkpoints import difference, plain
 from ranks import run_ranks
 from torch_layouts import cut_like, full, full_tensors, on_fsdp2
 from vfsdp_optim import AdamW, Muon, Precision, fully_shard

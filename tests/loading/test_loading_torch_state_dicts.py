@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
 
 import vfsdp_optim
-from checkpoints import (
+from dcp_checkpoints import (
     difference,
     full_state,
     local_state,

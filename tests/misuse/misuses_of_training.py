@@ -109,7 +109,10 @@ MISUSES_OF_TRAINING: dict[type[Exception], list[tuple]] = {
         ("aten.add|cut alike|redistribute", lambda s: s.head + s.model.embedding.weight),
         ("Shard(dim=1)|full_tensor()", lambda s: s.head.redistribute(placements=[Shard(1)])),
         ("(3, 12)|full shape", lambda s: s.head.detach().copy_(torch.zeros(3, 12))),
-        ("fused=True|leave it out", lambda s: vfsdp_optim.AdamW([s.head], fused=True)),
+        (
+            "fused=True|states='8bit'|leave one of them out",
+            lambda s: vfsdp_optim.AdamW([s.head], fused=True, states="8bit"),
+        ),
         (
             'layer.weight|Shard(dim=1)|vfsdp_optim.fully_shard|algorithm="adamw"',
             lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(Shard(1)))]),
