@@ -6,7 +6,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
+from ranks import run_ranks
 from sharding import RowPanels
 from sharding.planning.structure import Unit
 from vfsdp_optim.algorithm import MatrixAlgorithm, UnitContext, UnitState
@@ -138,6 +141,39 @@ def test_states_of_units_stay_when_a_group_comes_or_a_parameter_is_frozen():
     other.grad = torch.ones(8, 4)
     optimizer.step()
     assert all(torch.equal(held(optimizer)[key], before[key]) for key in before)
+
+
+class Fails(PanelGram):
+    """What is computed of the first matrix fails for good."""
+
+    def matrix_update(
+        self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Any
+    ) -> Tensor:
+        if context.index == 0:
+            context.fail("no root")
+        return super().matrix_update(group, matrix, context, scratch)
+
+
+def fail_on_one_rank(choice: str) -> str:
+    """The error of the step after the one in which the first rank's panel failed."""
+    mesh = init_device_mesh("cpu", (2,))
+    param = nn.Parameter(distribute_tensor(torch.ones(16, 4), mesh, [Shard(0)]))
+    optimizer = StructuredOptimizer([("w", param)], Fails(), on_nonfinite=choice)
+    optimizer._nonfinite.host_devices = frozenset()  # as if the flag were known to a GPU alone
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    before = param.to_local().clone()
+    with pytest.raises(RuntimeError) as error:
+        optimizer.step()
+    assert torch.equal(param.to_local(), before)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("choice", ["raise", "skip", "ignore"])
+def test_failure_on_one_rank_raises_on_all_and_none_hangs(choice):
+    """A rank that does not read the flag would not have raised with the one that failed."""
+    expected = "the update of some matrices failed: w: no root"
+    assert run_ranks(fail_on_one_rank, 2, choice) == [expected] * 2
 
 
 class ForgetsOnLoad(StructuredOptimizer):

@@ -7,9 +7,9 @@ written. On other devices `skip` does not wait for it: kernels run, and wherever
 their results are replaced by the values from before, run by run (`Run.chunks`) and matrix by matrix
 (`Job.apply`). Step counts are kept on the host: they advance at once, and are taken back when the
 flag, copied to pinned memory meanwhile, is read at the next look at the optimizer. `raise` has to
-read the flag in the step on every device. Where no parameter is sharded and no group of replicas is
-given there is nobody to ask: each process decides for itself, and processes with equal gradients
-alike.
+read the flag in the step on every device, and so has every choice where units have states and can
+fail: the flag says that too. Where no parameter is sharded and no group of replicas is given there
+is nobody to ask: each process decides for itself, and processes with equal gradients alike.
 """
 
 from collections.abc import Iterable, Sequence
@@ -52,26 +52,29 @@ class NonfiniteRule:
         return self._skipped
 
     def decide(
-        self, grads: Iterable[Tensor], peers: Sequence[Ranks], failures: Sequence[str] = ()
+        self, grads: Iterable[Tensor], peers: Sequence[Ranks], failures: Sequence[str] | None = None
     ) -> Skip:
         """Return whether to leave the step out; a collective of each of `peers`.
 
         Args:
             grads: all gradients on this rank, in pieces of any shape; padding must be finite.
             peers: the ranks that hold parameters together, the same on each of them.
-            failures: of units on this rank, in the step before; they raise on all ranks.
+            failures: of units on this rank, in the step before; they raise on all ranks. None where
+                no unit can fail, on any rank.
 
         Raises:
             RuntimeError: units of some rank have failed.
         """
-        if self.choice == "ignore":  # nobody is asked
-            if failures:
-                raise self.failed(failures, ())
-            return False
+        if self.choice == "ignore":
+            if failures is None:  # nobody is asked
+                return False
+            grads = ()
         flag = _reduced(_any_nonfinite(grads, peers, failed=bool(failures)), peers)
-        waits = self.choice == "raise" or flag.device.type in self.host_devices
-        if failures or (waits and float(flag) >= _FAILED):
+        # Read by all ranks or by none: those that know of no failure would not raise with the rest.
+        if failures is not None and float(flag) >= _FAILED:
             raise self.failed(failures, peers)
+        if self.choice == "ignore":
+            return False
         flag = flag > 0
         if self.choice == "skip" and flag.device.type not in self.host_devices:
             return flag

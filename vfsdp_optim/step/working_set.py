@@ -40,6 +40,7 @@ class WorkingSet:
         spans: the same, by where they lie.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
+        keepers: the members whose units have states.
         sharded: the parameters that are sharded by fully_shard of this library.
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
@@ -54,6 +55,7 @@ class WorkingSet:
     spans: list[Span]
     steps: Tensor
     counting: list[bool]
+    keepers: list[Member]
     sharded: list[Tensor]
     peers: list[Ranks]
     standing: Standing
@@ -126,9 +128,9 @@ def make_working_set(
     peers = list(dict.fromkeys(m.shard.ranks for m in members if m.shard.ranks is not None))
     sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
     left, logs = leave(states, made), logs_of(sharded)
-    return WorkingSet(
-        members, spans, steps, counting, sharded, peers, left, logs, untouched=untouched
-    )
+    keepers = [member for member in members if member.unit_states]
+    found = members, spans, steps, counting, keepers, sharded, peers, left, logs
+    return WorkingSet(*found, untouched=untouched)
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
