@@ -372,6 +372,26 @@ def check_schedule(group: Mapping[str, Any], where: str) -> None:
         check_betas(group, where)
 
 
+def check_is_matrix(
+    group: Mapping[str, Any], shape: Sequence[int], fqn: str, does: str, call: str
+) -> None:
+    """Raise ValueError for what is no matrix in a group that does not say where its matrices are.
+
+    Args:
+        group: complete.
+        shape: global, of the parameter.
+        fqn: its name.
+        does: who does what with matrices, such as "Muon updates".
+        call: of vfsdp_optim that makes groups of a model.
+    """
+    if group["matrices"] is None and len(shape) != 2:
+        raise ValueError(
+            f"{fqn}: {does} matrices, and got shape {tuple(shape)} in a group without `matrices`; "
+            f"build the groups with vfsdp_optim.{call}, or put the parameter into a group with "
+            'algorithm="adamw"'
+        )
+
+
 def check_state_dtype(group: dict[str, Any], where: str) -> None:
     """Raise ValueError for a `state_dtype` that is neither None nor a floating dtype."""
     dtype = group["state_dtype"]

@@ -12,16 +12,19 @@ from torch import Tensor
 from sharding.planning.structure import FullMatrix, RowPanels, Structure
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
+    UnitContext,
     check_at_least_zero,
     check_betas,
+    check_is_matrix,
 )
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
 
 BlockSize = int | tuple[int, int] | None
+SIDES = ("left", "right")
 
-# A block whose factors cannot be decomposed so often in a row ends the run.
-MOST_FAILURES = 3
+# A block whose factors cannot be decomposed more often in a row ends the run.
+_MOST_FAILURES = 3
 _LARGEST_GRADIENT = 1e15
 
 
@@ -80,6 +83,36 @@ def factor_shapes(
     return (-(-cols // width), rows, height), (-(-rows // height), cols, width)
 
 
+def part_of(context: UnitContext, key: str, block: BlockPlace) -> Tensor:
+    """Return a block's part of a state of factors, whose key begins with the side."""
+    return context.states[key][block.left if key.startswith("left") else block.right]
+
+
+def average_products(context: UnitContext, block: BlockPlace, grad: Tensor, beta: float) -> None:
+    """Add the products of a block's gradient with itself to those of its factors that there are."""
+    for side, x in zip(SIDES, (grad, grad.T), strict=True):
+        if side in context.states:
+            part_of(context, side, block).mul_(beta).add_(x @ x.T, alpha=1 - beta)
+
+
+def has_turn(group: dict[str, Any], context: UnitContext, block: BlockPlace, step: int) -> bool:
+    """Return whether a block is decomposed in a step, the number of one since the start: blocks
+    take turns, so that no step is much longer than others."""
+    return (step - context.index - block.number) % group["precondition_frequency"] == 0
+
+
+def count_failure(
+    context: UnitContext, block: BlockPlace, *, failed: bool, what: str, cure: str
+) -> None:
+    """Count how often in a row `what` of a block failed; too often is the end of the run."""
+    failures, number = context.states["failures"], block.number
+    failures[number] = failures[number] + 1 if failed else 0
+    if failed and failures[number] > _MOST_FAILURES:
+        context.fail(
+            f"the {what} of block {number} failed {int(failures[number])} times in a row; {cure}"
+        )
+
+
 class BlockedAlgorithm(MatrixAlgorithm):
     """An update rule that preconditions blocks of matrices, with decoupled weight decay.
 
@@ -114,13 +147,8 @@ class BlockedAlgorithm(MatrixAlgorithm):
 
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Refuse what is no matrix, unless the group says where its matrices are."""
-        if group["matrices"] is None and len(shape) != 2:
-            raise ValueError(
-                f"{fqn}: {self.name} preconditions matrices, and got shape {tuple(shape)} in a "
-                "group without `matrices`; build the groups with vfsdp_optim.param_groups(model, "
-                f"algorithm={self.name!r}), or put the parameter into a group with "
-                'algorithm="adamw"'
-            )
+        does, call = f"{self.name} preconditions", f"param_groups(model, algorithm={self.name!r})"
+        check_is_matrix(group, shape, fqn, does, call)
         super().check_param(group, shape, fqn)
 
     def counts_steps(self, group: dict[str, Any]) -> bool:

@@ -17,6 +17,7 @@ from vfsdp_optim.algorithm import (
     Precision,
     UnitContext,
     check_at_least_zero,
+    check_is_matrix,
     check_state_dtype,
     check_switches,
     constructor_defaults,
@@ -80,12 +81,7 @@ class MuonAlgorithm(MatrixAlgorithm):
 
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Refuse what is no matrix, unless the group says where its matrices are."""
-        if group["matrices"] is None and len(shape) != 2:
-            raise ValueError(
-                f"{fqn}: Muon updates matrices, and got shape {tuple(shape)} in a group without "
-                "`matrices`; build the groups with vfsdp_optim.param_groups(model), or put the "
-                'parameter into a group with algorithm="adamw"'
-            )
+        check_is_matrix(group, shape, fqn, "Muon updates", "param_groups(model)")
         super().check_param(group, shape, fqn)
 
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:

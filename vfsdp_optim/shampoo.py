@@ -19,19 +19,21 @@ from vfsdp_optim.algorithm import (
     hyper_parameters,
 )
 from vfsdp_optim.blocked import (
-    MOST_FAILURES,
+    SIDES,
     BlockedAlgorithm,
     BlockPlace,
     BlockSize,
+    average_products,
     block_places,
+    count_failure,
     factor_shapes,
+    has_turn,
+    part_of,
     refuse_ignore,
 )
 from vfsdp_optim.matrix_roots import inverse_root
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
-
-_SIDES = ("left", "right")
 
 
 class ShampooAlgorithm(BlockedAlgorithm):
@@ -68,7 +70,7 @@ class ShampooAlgorithm(BlockedAlgorithm):
         states = {"exp_avg": UnitState(shape, compressible=True)}
         if group["grafting"] == "adam":
             states["exp_avg_sq"] = UnitState(shape, compressible=True, nonnegative=True)
-        for side, whole in zip(_SIDES, factor_shapes(*shape, group["block_size"]), strict=True):
+        for side, whole in zip(SIDES, factor_shapes(*shape, group["block_size"]), strict=True):
             states[side], states[f"{side}_root"] = UnitState(whole), UnitState(whole)
         count = len(block_places(*shape, group["block_size"]))
         states["ready"] = UnitState((count,), nonnegative=True)
@@ -85,11 +87,11 @@ class ShampooAlgorithm(BlockedAlgorithm):
         graft = self._graft(group, matrix, mean, context)
         update = torch.empty_like(mean)
         for block in block_places(*matrix.shape, group["block_size"]):
-            self._average(block, matrix[block.rows, block.cols], context, beta2)
-            if _is_due(group, context.step, context.index + block.number):
-                self._refresh(group, block, context, 1 - beta2**context.step)
             place = block.rows, block.cols
-            left, right = (self._of(context, f"{side}_root", block) for side in _SIDES)
+            average_products(context, block, matrix[place], beta2)
+            if _is_due(group, context, block):
+                self._refresh(group, block, context, 1 - beta2**context.step)
+            left, right = (part_of(context, f"{side}_root", block) for side in SIDES)
             update[place] = _grafted(
                 left @ mean[place] @ right,
                 mean[place],
@@ -108,50 +110,36 @@ class ShampooAlgorithm(BlockedAlgorithm):
         square = context.states["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
         return mean / (square / (1 - beta2**context.step)).sqrt_().add_(group["eps"])
 
-    @staticmethod
-    def _of(context: UnitContext, key: str, block: BlockPlace) -> Tensor:
-        side = block.left if key.startswith("left") else block.right
-        return context.states[key][side]
-
-    def _average(self, block: BlockPlace, grad: Tensor, context: UnitContext, beta2: float) -> None:
-        self._of(context, "left", block).mul_(beta2).add_(grad @ grad.T, alpha=1 - beta2)
-        self._of(context, "right", block).mul_(beta2).add_(grad.T @ grad, alpha=1 - beta2)
-
     def _refresh(
         self, group: dict[str, Any], block: BlockPlace, context: UnitContext, correction: float
     ) -> None:
         """Compute the roots of a block; keep the last ones where that fails."""
+        factors = [part_of(context, side, block) for side in SIDES]
         roots = [
-            inverse_root(
-                self._of(context, side, block) / correction, 4, group["eps"] ** 2, group["root"]
-            )
-            for side in _SIDES
+            inverse_root(factor / correction, 4, group["eps"] ** 2, group["root"])
+            for factor in factors
         ]
-        ready, failures = context.states["ready"], context.states["failures"]
         found = [root for root in roots if root is not None]
-        if len(found) == len(_SIDES):
-            for side, root in zip(_SIDES, found, strict=True):
-                self._of(context, f"{side}_root", block).copy_(root)
-            ready[block.number], failures[block.number] = 1, 0
-        elif bool(self._of(context, "left", block).any()):  # else there was no gradient yet
-            failures[block.number] += 1
-            if failures[block.number] > MOST_FAILURES:
-                context.fail(
-                    f"the roots of block {block.number} failed {int(failures[block.number])} times "
-                    'in a row; raise eps, or pass root="eigh"'
-                )
+        if len(found) == len(SIDES):
+            for side, root in zip(SIDES, found, strict=True):
+                part_of(context, f"{side}_root", block).copy_(root)
+            context.states["ready"][block.number] = 1
+        # Without a gradient yet there is nothing to decompose.
+        failed = len(found) < len(SIDES) and bool(factors[0].any())
+        cure = 'raise eps, or pass root="eigh"'
+        count_failure(context, block, failed=failed, what="roots", cure=cure)
 
 
-def _is_due(group: dict[str, Any], step: int, index: int) -> bool:
-    """Return whether a block's roots are computed in a step.
+def _is_due(group: dict[str, Any], context: UnitContext, block: BlockPlace) -> bool:
+    """Return whether a block's roots are computed in this step.
 
-    Blocks take turns, so that no step is much longer than others. Until its first turn a block is
-    updated by what is grafted; without grafting all have their first turn at the start.
+    Until its first turn a block is updated by what is grafted; without grafting all have their
+    first turn at the start.
     """
-    frequency, start = group["precondition_frequency"], group["start_preconditioning_step"] or 1
-    if group["grafting"] is None and step == start:
+    steps = context.step - (group["start_preconditioning_step"] or 1)
+    if group["grafting"] is None and steps == 0:
         return True
-    return step >= start and (step - start - index) % frequency == 0
+    return steps >= 0 and has_turn(group, context, block, steps)
 
 
 def _grafted(update: Tensor, mean: Tensor, graft: Tensor | None, ready: Tensor) -> Tensor:

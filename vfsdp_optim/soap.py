@@ -19,12 +19,16 @@ from vfsdp_optim.algorithm import (
     hyper_parameters,
 )
 from vfsdp_optim.blocked import (
-    MOST_FAILURES,
+    SIDES,
     BlockedAlgorithm,
     BlockPlace,
     BlockSize,
+    average_products,
     block_places,
+    count_failure,
     factor_shapes,
+    has_turn,
+    part_of,
     refuse_ignore,
     sides,
 )
@@ -67,7 +71,7 @@ class SOAPAlgorithm(BlockedAlgorithm):
             "exp_avg": UnitState(shape, compressible=True),
             "exp_avg_sq": UnitState(shape, compressible=True, nonnegative=True),
         }
-        wholes = dict(zip(("left", "right"), factor_shapes(*shape, size), strict=True))
+        wholes = dict(zip(SIDES, factor_shapes(*shape, size), strict=True))
         for side in _sides(group, *shape):
             states[side], states[f"{side}_basis"] = UnitState(wholes[side]), UnitState(wholes[side])
         states["failures"] = UnitState((len(block_places(*shape, size)),), nonnegative=True)
@@ -87,42 +91,22 @@ class SOAPAlgorithm(BlockedAlgorithm):
         if context.step > 1:
             moment.lerp_(matrix, 1 - beta1)
         steps = context.step - 1  # the first only starts the factors
+        factor_beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
+        present = _sides(group, *matrix.shape)
         for block in block_places(*matrix.shape, group["block_size"]):
             place = block.rows, block.cols
-            grad, bases = matrix[place], self._bases(group, context, block, matrix.shape)
+            grad = matrix[place]
+            bases = {side: part_of(context, f"{side}_basis", block) for side in present}
             if steps:
                 turned = _turned(grad, bases)
                 square[place].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
                 ratio = _turned(moment[place], bases) / square[place].sqrt().add_(group["eps"])
                 scale = math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
                 update[place] = _turned(ratio, {s: b.T for s, b in bases.items()}).mul_(scale)
-            self._average(group, context, block, grad)
-            if (
-                not steps
-                or (steps - context.index - block.number) % group["precondition_frequency"] == 0
-            ):
+            average_products(context, block, grad, factor_beta)  # after they were used
+            if not steps or has_turn(group, context, block, steps):
                 self._refresh(context, block, bases, first=not steps)
         return update
-
-    @staticmethod
-    def _bases(
-        group: dict[str, Any], context: UnitContext, block: BlockPlace, shape: torch.Size
-    ) -> dict[str, Tensor]:
-        places = {"left": block.left, "right": block.right}
-        return {
-            side: context.states[f"{side}_basis"][places[side]] for side in _sides(group, *shape)
-        }
-
-    @staticmethod
-    def _average(
-        group: dict[str, Any], context: UnitContext, block: BlockPlace, grad: Tensor
-    ) -> None:
-        """Add the products of the gradient to the factors, after they were used."""
-        beta = group["shampoo_beta"]
-        beta = float(group["betas"][1]) if beta is None else beta
-        for side, place, x in (("left", block.left, grad), ("right", block.right, grad.T)):
-            if side in context.states:
-                context.states[side][place].mul_(beta).add_(x @ x.T, alpha=1 - beta)
 
     def _refresh(
         self, context: UnitContext, block: BlockPlace, bases: Mapping[str, Tensor], *, first: bool
@@ -134,7 +118,7 @@ class SOAPAlgorithm(BlockedAlgorithm):
         square = context.states["exp_avg_sq"][block.rows, block.cols]
         failed = False
         for side, basis in bases.items():
-            factor = context.states[side][block.left if side == "left" else block.right]
+            factor = part_of(context, side, block)
             if first or not bool(basis.any()):
                 found = eigenbasis(factor)
                 if found is not None:
@@ -146,18 +130,13 @@ class SOAPAlgorithm(BlockedAlgorithm):
             if result is not None:
                 basis.copy_(result[0])
                 square.copy_(square[result[1]] if side == "left" else square[:, result[1]])
-        failures = context.states["failures"]
-        failures[block.number] = failures[block.number] + 1 if failed else 0
-        if failed and failures[block.number] > MOST_FAILURES:
-            context.fail(
-                f"the eigenbases of block {block.number} failed {int(failures[block.number])} "
-                "times in a row; lower the learning rate"
-            )
+        cure = "lower the learning rate"
+        count_failure(context, block, failed=failed, what="eigenbases", cure=cure)
 
 
 def _sides(group: dict[str, Any], rows: int, cols: int) -> list[str]:
     """Return the sides that have a factor: not those longer than `max_dim`."""
-    lengths = zip(("left", "right"), sides(rows, cols, group["block_size"]), strict=True)
+    lengths = zip(SIDES, sides(rows, cols, group["block_size"]), strict=True)
     return [side for side, length in lengths if length <= group["max_dim"]]
 
 
