@@ -7,6 +7,7 @@ would cut it further, and so does `shard_placement_fn`.
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -95,7 +96,4 @@ def _cut_further(
 def chunk_of(form: TorchForm, ranks: int) -> int:
     """Return the elements that each of `ranks` holds, padding included: as torch.chunk cuts."""
     rows, *rest = form.stored
-    chunk = -(-rows // ranks)
-    for size in rest:
-        chunk *= size
-    return max(1, chunk)
+    return max(1, -(-rows // ranks) * prod(rest))

@@ -14,12 +14,11 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.tensor.placement import placement_from_runs
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
-from vfsdp_optim.states.formats import BlockFormat, PlainFormat, State, StateFormat
+from vfsdp_optim.states.formats import CODES, BlockFormat, PlainFormat, State, StateFormat
 
 
 def unit_format(*, packed: bool, nonnegative: bool) -> StateFormat:
@@ -59,15 +58,15 @@ def unit_views(
 def standing_owner(state: Mapping[str, object], key: str, ranks: Ranks | None) -> int | None:
     """Return the rank that has the state `key` of a unit, as it stands in `Optimizer.state`; None
     where it does not lie whole on one of `ranks`."""
-    for value in (state.get(key), state.get(key + ".codes")):
+    for value in (state.get(key), state.get(key + CODES)):
         if ranks is None or not isinstance(value, RaggedDTensor):
             continue
-        mesh: DeviceMesh = value.device_mesh
         holders = [
             rank
             for rank, (start, stop) in enumerate(value.placement.ranges(value.numel()))
             if stop > start
         ]
+        mesh = value.device_mesh
         if mesh.ndim == 1 and mesh.size() == ranks.size and len(holders) == 1:
             return holders[0]
     return None

@@ -33,8 +33,7 @@ class Member:
         states: state key -> piece of the span's state.
         unit_states: key and number of a unit -> state of that unit, whole on its owner.
         unit_formats: the same keys -> how the state is kept.
-        owners: by unit, the rank that has its states, None where none has yet; () where units
-            have no states.
+        owners: by unit, the rank that has its states; () where units have none.
         nonnegative: keys of states that are never negative.
         views: keys of `Optimizer.state` -> what users see there of `states` and `unit_states`.
         failures: of units that this rank computes, for the next step to raise.
@@ -56,7 +55,7 @@ class Member:
     states: dict[str, State] = field(default_factory=dict)
     unit_states: dict[str, State] = field(default_factory=dict)
     unit_formats: dict[str, StateFormat] = field(default_factory=dict)
-    owners: tuple[int | None, ...] = ()
+    owners: tuple[int, ...] = ()
     nonnegative: frozenset[str] = frozenset()
     views: dict[str, Tensor] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)

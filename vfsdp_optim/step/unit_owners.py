@@ -2,6 +2,7 @@
 mesh of several axes into one of one may be a collective. See [Note: states of units]."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -37,20 +38,15 @@ def make_unit_states(
     if not any(map(_keeps_states, algorithms.values())):
         return
     for jobs in jobs_by_ranks(members, groups, algorithms, scratch).values():
-        by_member: dict[int, list[Job]] = {}
-        for job in jobs:
-            if job.unit_states:
-                by_member.setdefault(job.member.number, []).append(job)
-        for own in by_member.values():
-            member = own[0].member
-            old = standing(states, member.param, member.fqn)
-            member.owners = tuple(_standing_owner(job, old) for job in own)
-    # Made again: they know the owners now.
-    for jobs in jobs_by_ranks(members, groups, algorithms, scratch).values():
-        owners = plan_jobs(jobs, max_exchange_bytes).owners
+        pinned = [replace(job, owner=_standing_owner(job, states)) for job in jobs]
+        owners = plan_jobs(pinned, max_exchange_bytes).owners
+        chosen: dict[int, list[int]] = {}
         for job, owner in zip(jobs, owners, strict=True):
             if job.unit_states:
                 _make(job, owner)
+                chosen.setdefault(job.member.number, []).append(owner)
+        for number, of_units in chosen.items():
+            members[number].owners = tuple(of_units)
 
 
 def _keeps_states(algorithm: Algorithm) -> bool:
@@ -58,8 +54,9 @@ def _keeps_states(algorithm: Algorithm) -> bool:
     return declared not in (None, MatrixAlgorithm.unit_states)
 
 
-def _standing_owner(job: Job, old: Mapping[str, object]) -> int | None:
+def _standing_owner(job: Job, states: States) -> int | None:
     ranks = job.member.shard.ranks
+    old = standing(states, job.member.param, job.member.fqn)
     keys = (f"{key}.{job.number}" for key in job.unit_states)
     return next((o for o in (standing_owner(old, k, ranks) for k in keys) if o is not None), None)
 
@@ -69,7 +66,6 @@ def _make(job: Job, owner: int) -> None:
     member, ranks = job.member, job.member.shard.ranks
     mine = ranks is None or ranks.ids[owner] == dist.get_rank()
     packed = is_8bit(job.group, tuple(member.param.shape), member.fqn)
-    member.owners = (*member.owners[: job.number], owner, *member.owners[job.number + 1 :])
     for key, spec in job.unit_states.items():
         name = f"{key}.{job.number}"
         state_format = unit_format(

@@ -19,7 +19,7 @@ from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, UnitContext, UnitState
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
-from vfsdp_optim.states.formats import State, parts_of
+from vfsdp_optim.states.formats import parts_of
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.member import Member
@@ -85,12 +85,6 @@ class Job:
         return specs
 
     @property
-    def states(self) -> dict[str, State]:
-        """The unit's states, without elements where another rank is its owner."""
-        keys = self.algorithm.unit_states(self.group, self.unit)
-        return {key: self.member.unit_states[f"{key}.{self.number}"] for key in keys}
-
-    @property
     def cost(self) -> int:
         """Work of all matrices of the unit."""
         return self.unit.batch * self.algorithm.cost(self.group, self.unit.rows, self.unit.cols)
@@ -143,15 +137,13 @@ class Job:
         """Hand out what the update of each matrix may know, and keep what it writes."""
         count = self.member.count
         step = 0 if count is None else int(count)
-        batch, states, fail = self.unit.batch, self.states, self.member.failures.append
-        if not states:
-            yield [UnitContext(self.index + i, step, {}, fail) for i in range(batch)]
-            return
+        specs, fail = self.unit_states, self.member.failures.append
+        states = {key: self.member.unit_states[f"{key}.{self.number}"] for key in specs}
         parts = parts_of(states)
         kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
-        numbers = {key: s.open(scratch, f"unit {key}") for key, s in states.items()}
-        shapes = {key: spec.shape for key, spec in self.unit_states.items()}
-        whole = {key: numbers[key].view(shape) for key, shape in shapes.items()}
+        numbers = {key: state.open(scratch, f"unit {key}") for key, state in states.items()}
+        whole = {key: numbers[key].view(spec.shape) for key, spec in specs.items()}
+        batch = self.unit.batch
         yield [
             UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole, fail)
             for i in range(batch)
