@@ -85,7 +85,7 @@ ORDER = {
         "plan",
         "optimizer",
         "fused_adam",
-        "adamw_lists",
+        "adamw_update",
         "adamw",
         "qk_clip",
         "muon",

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from vfsdp_optim.adamw_lists import update_fused, update_lists
+from vfsdp_optim.adamw_update import AdamWUpdate, update_fused
 from vfsdp_optim.algorithm import (
     Algorithm,
     Precision,
@@ -19,7 +19,6 @@ from vfsdp_optim.algorithm import (
     constructor_defaults,
     hyper_parameters,
 )
-from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.run_lists import batches, is_plain
@@ -77,8 +76,10 @@ class AdamWAlgorithm(Algorithm):
         """Update moments and parameters in place, those of short runs by lists."""
         if group["fused"]:
             update_fused(group, self._not_fused(group, runs, scratch), self.state_keys(group))
-            return
-        self._update_in_batches(group, runs, scratch)
+        elif type(self).update_run is AdamWAlgorithm.update_run:
+            self._update_in_batches(group, runs, scratch)
+        else:  # the rule of a subclass holds for short runs, too
+            super().update_runs(group, runs, scratch)
 
     def _not_fused(
         self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
@@ -95,42 +96,22 @@ class AdamWAlgorithm(Algorithm):
     def _update_in_batches(
         self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
     ) -> None:
+        keys = self.state_keys(group)
+        updates: dict[float, AdamWUpdate] = {}
         for batch in batches(runs):
+            step = batch[0].step
+            if step not in updates:
+                updates[step] = AdamWUpdate(group, step)
             if len(batch) == 1:
-                self.update_run(group, batch[0], scratch)
+                updates[step].of_run(batch[0], scratch)
             else:
-                update_lists(group, batch)
+                updates[step].of_runs(batch, keys)
             for run in batch:
                 run.store()
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update moments and parameters in place."""
-        lr, weight_decay, eps = float(group["lr"]), group["weight_decay"], group["eps"]
-        beta1, beta2 = (float(beta) for beta in group["betas"])
-        if not group["maximize"] and can_fuse(run):
-            options = dict(lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay)
-            fused_adam(run, scratch, **options)
-            return
-        step_size = (lr / (1 - beta1**run.step)) * -1
-        root_of_correction = (1 - beta2**run.step) ** 0.5
-        for param, grad, states in run.chunks(scratch):
-            mean, square = states["exp_avg"], states["exp_avg_sq"]
-            grad = grad.to(mean.dtype)
-            if group["maximize"]:
-                grad = -grad
-            if weight_decay != 0:
-                param.mul_(1 - lr * weight_decay)
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            if group["amsgrad"]:
-                largest = states["max_exp_avg_sq"]
-                square = torch.maximum(largest, square, out=largest)
-            denominator = scratch.take(param.numel(), square.dtype, param.device)
-            torch.sqrt(square, out=denominator)
-            denominator.div_(root_of_correction).add_(eps)
-            param.addcdiv_(mean, denominator, value=step_size)
-        if eps < torch.finfo(denominator.dtype).smallest_normal:
-            run.clear_gaps()  # eps may round to 0, and the padding is 0 / 0 then
+        AdamWUpdate(group, run.step).of_run(run, scratch)
 
 
 class AdamW(StructuredOptimizer):

@@ -8,6 +8,8 @@ from torch.profiler import ProfilerActivity, profile
 from ranks import run_ranks
 from torch_layouts import LAYOUTS, Matrices, full, full_tensors, step
 from vfsdp_optim import AdamW, Precision
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.optimizer import StructuredOptimizer
 
 # Shards of odd rows start and end inside of vectors; some are shorter than one.
 SHAPES = [(7, 33), (5, 131), (3, 5), (2, 1000), (9, 37), (1, 1), (64, 16)]
@@ -78,6 +80,17 @@ def test_many_small_parameters_are_one_call_of_each_operator(fused):
     kernels = [event.name for event in profiler.events() if "_fused" in event.name]
     assert len(lists) == (0 if fused else 8)
     assert len(kernels) == (1 if fused else 0)
+
+
+def test_update_of_a_subclass_holds_for_short_parameters_too():
+    class Halved(AdamWAlgorithm):
+        def update_run(self, group, run, scratch):
+            super().update_run({**group, "lr": group["lr"] / 2}, run, scratch)
+
+    ours, theirs = unsharded(SHAPES), unsharded(SHAPES)
+    actual = trained(ours, StructuredOptimizer(ours.named_parameters(), Halved(lr=0.2)))
+    expected = trained(theirs, AdamW(theirs.named_parameters(), lr=0.1))
+    assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize(
