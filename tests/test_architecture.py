@@ -87,6 +87,7 @@ ORDER = {
         "fused_adam",
         "adamw_update",
         "adamw",
+        "matrix_optimizer",
         "qk_clip",
         "muon",
         "blocked",

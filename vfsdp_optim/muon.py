@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sharding.planning.structure import FullMatrix
-from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
     Precision,
@@ -21,8 +20,8 @@ from vfsdp_optim.algorithm import (
     check_state_dtype,
     check_switches,
     constructor_defaults,
-    hyper_parameters,
 )
+from vfsdp_optim.matrix_optimizer import MatrixOptimizer
 from vfsdp_optim.newton_schulz import (
     COEFFICIENTS,
     Coefficients,
@@ -30,7 +29,7 @@ from vfsdp_optim.newton_schulz import (
     newton_schulz_cost,
     orthogonalize,
 )
-from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.qk_clip import QKHeads, clip
 from vfsdp_optim.states.scratch import Scratch
@@ -144,7 +143,7 @@ class MuonAlgorithm(MatrixAlgorithm):
         return newton_schulz_cost(rows, cols, group["ns_steps"])
 
 
-class Muon(StructuredOptimizer):
+class Muon(MatrixOptimizer):
     """torch.optim.Muon for plain, replicated and sharded parameters, with AdamW groups beside.
 
     Drop-in for torch.optim.Muon: same arguments, defaults and state. The momentum stays on the
@@ -218,15 +217,7 @@ class Muon(StructuredOptimizer):
         on_nonfinite: str = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        algorithm = MuonAlgorithm(**hyper_parameters(locals()))
-        super().__init__(
-            params,
-            algorithm,
-            AdamWAlgorithm(states=states),
-            max_exchange_bytes=max_exchange_bytes,
-            on_nonfinite=on_nonfinite,
-            process_group=process_group,
-        )
+        super().__init__(MuonAlgorithm, locals())
 
     @torch.no_grad()
     def qk_clip(self, max_logits: Mapping[QKHeads, Tensor], threshold: float = 100.0) -> None:

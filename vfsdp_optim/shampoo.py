@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sharding.planning.structure import Unit
-from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import (
     Precision,
     UnitContext,
     UnitState,
     constructor_defaults,
-    hyper_parameters,
 )
 from vfsdp_optim.blocked import (
     SIDES,
@@ -31,8 +29,9 @@ from vfsdp_optim.blocked import (
     part_of,
     refuse_ignore,
 )
+from vfsdp_optim.matrix_optimizer import MatrixOptimizer
 from vfsdp_optim.matrix_roots import inverse_root
-from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.states.scratch import Scratch
 
 
@@ -150,7 +149,7 @@ def _grafted(update: Tensor, mean: Tensor, graft: Tensor | None, ready: Tensor) 
     return torch.where(ready > 0, update * (graft.norm() / (update.norm() + 1e-16)), graft)
 
 
-class Shampoo(StructuredOptimizer):
+class Shampoo(MatrixOptimizer):
     """Shampoo for plain, replicated and sharded parameters, with AdamW groups beside.
 
     Each matrix is cut into blocks. A block's gradient G is averaged (betas[0]), and multiplied by
@@ -207,12 +206,4 @@ class Shampoo(StructuredOptimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         refuse_ignore(on_nonfinite)
-        algorithm = ShampooAlgorithm(**hyper_parameters(locals()))
-        super().__init__(
-            params,
-            algorithm,
-            AdamWAlgorithm(states=states),
-            max_exchange_bytes=max_exchange_bytes,
-            on_nonfinite=on_nonfinite,
-            process_group=process_group,
-        )
+        super().__init__(ShampooAlgorithm, locals())

@@ -10,13 +10,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from sharding.planning.structure import Unit
-from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import (
     Precision,
     UnitContext,
     UnitState,
     constructor_defaults,
-    hyper_parameters,
 )
 from vfsdp_optim.blocked import (
     SIDES,
@@ -32,8 +30,9 @@ from vfsdp_optim.blocked import (
     refuse_ignore,
     sides,
 )
+from vfsdp_optim.matrix_optimizer import MatrixOptimizer
 from vfsdp_optim.matrix_roots import eigenbasis, next_eigenbasis
-from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES, StructuredOptimizer
+from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
 
@@ -147,7 +146,7 @@ def _turned(block: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
     return block @ bases["right"] if "right" in bases else block
 
 
-class SOAP(StructuredOptimizer):
+class SOAP(MatrixOptimizer):
     """SOAP for plain, replicated and sharded parameters, with AdamW groups beside.
 
     Adam in the eigenbases of Shampoo's factors L and R: the gradient is turned into them, its
@@ -200,12 +199,4 @@ class SOAP(StructuredOptimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         refuse_ignore(on_nonfinite)
-        algorithm = SOAPAlgorithm(**hyper_parameters(locals()))
-        super().__init__(
-            params,
-            algorithm,
-            AdamWAlgorithm(states=states),
-            max_exchange_bytes=max_exchange_bytes,
-            on_nonfinite=on_nonfinite,
-            process_group=process_group,
-        )
+        super().__init__(SOAPAlgorithm, locals())
