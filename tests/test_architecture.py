@@ -16,28 +16,13 @@ ROOT = Path(__file__).parents[1]
 # Each file or folder imports only those before it in its list; `__init__` is the package itself.
 ORDER = {
     "sharding": ["planning", "transport", "tensor", "checkpoint", "fsdp", "report", "__init__"],
-    "sharding.planning": [
-        "granule",
-        "bounds",
-        "orders",
-        "search",
-        "planner",
-        "segments",
-        "holders",
-        "ownership",
-        "structure",
-        "negotiation",
-        "plan_file",
-    ],
-    "sharding.transport": [
-        "axes",
-        "backends",
-        "collectives",
-        "agreement",
-        "debug",
-        "gradient_marks",
-        "exchange",
-    ],
+    "sharding.planning": (
+        "granule bounds orders search planner segments holders ownership structure negotiation "
+        "plan_file"
+    ).split(),
+    "sharding.transport": (
+        "axes backends collectives agreement debug gradient_marks exchange"
+    ).split(),
     "sharding.tensor": [
         "placement",
         "moves",
@@ -47,7 +32,7 @@ ORDER = {
         "reductions",
         "ragged_tensor",
     ],
-    "sharding.checkpoint": ["names", "optimizer_checks", "load_checks", "full_state"],
+    "sharding.checkpoint": "names matching optimizer_checks load_checks full_state".split(),
     "sharding.fsdp": [
         "many_objects",
         "transforms",
@@ -155,6 +140,7 @@ PURE = [
     "sharding.planning.holders",
     "sharding.planning.ownership",
     "sharding.checkpoint.names",
+    "sharding.checkpoint.matching",
     "sharding.checkpoint.optimizer_checks",
     "vfsdp_optim.capacity.shapes",
     "vfsdp_optim.capacity.huggingface",

@@ -15,7 +15,7 @@ written after that has accepted them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -26,7 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.checkpoint.load_checks import EXTRA_STATE
-from sharding.checkpoint.names import match_by_name, plain_names
+from sharding.checkpoint.matching import match_parameters
+from sharding.checkpoint.names import plain_names
 from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from sharding.transport.agreement import check_same_on_all_ranks
@@ -303,21 +304,26 @@ def _load_optimizer(
     sender: _Sender,
 ) -> None:
     """Receive this rank's pieces of all states and hand them to the optimizer."""
-    homes = _match_parameters(model, optimizer, outline)
-    check_owned(outline, "state['optimizer']: ")
+    where = "state['optimizer']: "
+    check_built(outline, where)
+    own_groups = optimizer.param_groups
+    match = match_parameters(
+        outline["param_groups"], own_groups, _names_in_model(model, own_groups), where
+    )
+    check_owned(outline, where)
     groups, states = [], {}
     number = 0
-    for places, group in zip(homes, optimizer.param_groups, strict=True):
-        saved = outline["param_groups"][places[0][0]] if places else group
+    for places, source, group in zip(match.places, match.sources, own_groups, strict=True):
+        saved = group if source is None else outline["param_groups"][source]
         numbers = []
         for (s, i), param in zip(places, group["params"], strict=True):
             saved_id = outline["param_groups"][s]["params"][i]
             state = outline["state"].get(saved_id)
             if state is not None:
-                where = ("optimizer", "state", saved_id)
+                path = ("optimizer", "state", saved_id)
                 own = optimizer.state.get(param, {})
                 states[number] = {
-                    key: _receive_state(value, param, own.get(key), (*where, key), sender)
+                    key: _receive_state(value, param, own.get(key), (*path, key), sender)
                     for key, value in state.items()
                 }
             numbers.append(number)
@@ -327,48 +333,15 @@ def _load_optimizer(
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 
-def _match_parameters(
-    model: nn.Module, optimizer: torch.optim.Optimizer, outline: Mapping[str, Any]
-) -> list[list[tuple[int, int]]]:
-    """Return, by group of the optimizer, where each parameter is in the saved groups."""
-    check_built(outline, "state['optimizer']: ")
-    saved, own = outline["param_groups"], optimizer.param_groups
-    ids = [group["params"] for group in saved]
-    flat = [saved_id for group in ids for saved_id in group]
-    if flat and all(isinstance(saved_id, str) for saved_id in flat):
-        return match_by_name(ids, _names_in_model(model, optimizer, set(plain_names(flat))))
-    if all("param_names" in group for group in (*saved, *own)):
-        names = [[group["param_names"] for group in groups] for groups in (saved, own)]
-        return match_by_name(*names)
-    sizes = [[len(group["params"]) for group in groups] for groups in (saved, own)]
-    if sizes[0] != sizes[1]:
-        raise ValueError(
-            f"state['optimizer']: expected param_groups of {sizes[1]} parameters, got {sizes[0]}"
-        )
-    return [[(g, i) for i in range(size)] for g, size in enumerate(sizes[0])]
-
-
 def _names_in_model(
-    model: nn.Module, optimizer: torch.optim.Optimizer, saved: set[str]
-) -> list[list[str]]:
-    """Return the model's names of the optimizer's parameters; of a tied one, the name that was
-    saved."""
+    model: nn.Module, groups: Sequence[Mapping[str, Any]]
+) -> list[list[Sequence[str]]]:
+    """Return the names in the model of the parameters of each group; none where one is not its."""
     names: dict[int, list[str]] = {}
     named = list(model.named_parameters(remove_duplicate=False))
     for name, (_, parameter) in zip(plain_names([n for n, _ in named]), named, strict=True):
         names.setdefault(id(parameter), []).append(name)
-    found: list[list[str]] = []
-    for g, group in enumerate(optimizer.param_groups):
-        found.append([])
-        for i, parameter in enumerate(group["params"]):
-            known = names.get(id(parameter))
-            if known is None:
-                raise ValueError(
-                    f"param group {g}, parameter {i} of shape {tuple(parameter.shape)} is not one "
-                    "of the model's; its state cannot be found by name"
-                )
-            found[-1].append(next((name for name in known if name in saved), known[0]))
-    return found
+    return [[names.get(id(parameter), ()) for parameter in group["params"]] for group in groups]
 
 
 def _receive_state(

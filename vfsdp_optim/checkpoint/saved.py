@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.checkpoint.names import match_by_name, plain_names
+from sharding.checkpoint.matching import match_parameters, saved_names
 from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, check_schedule, plain_value
 from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bitsandbytes
@@ -85,12 +85,12 @@ class Checkpoint:
         if is_bitsandbytes(state_dict):
             state_dict = from_bitsandbytes(state_dict)
         saved = [_with_dtypes(group) for group in state_dict["param_groups"]]
-        names = _names(saved, groups)
-        if names is None:
-            sources, ids = _match_by_position(saved, groups)
-        else:
-            sources, ids = _match_by_name(saved, names, groups)
+        match = match_parameters(saved, groups)
         check_owned(state_dict)
+        sources = [
+            group if source is None else saved[source]
+            for source, group in zip(match.sources, groups, strict=True)
+        ]
         for g, (group, source) in enumerate(zip(groups, sources, strict=True)):
             keys = algorithms[group["algorithm"]].structural_keys
             _check_structural(f"param group {g}", group, source, ("algorithm", *keys))
@@ -107,9 +107,10 @@ class Checkpoint:
             for loaded, own in zip(self.hyper_parameters, brought, strict=True):
                 loaded["param_names"] = own
         self.states: dict[Tensor, dict[str, Any]] = {}
-        for param, saved_id in ids.items():
-            if saved_id in state_dict["state"]:
-                self.states[param] = state_dict["state"][saved_id]
+        for places, group in zip(match.places, groups, strict=True):
+            for (s, i), param in zip(places, group["params"], strict=True):
+                if (saved_id := saved[s]["params"][i]) in state_dict["state"]:
+                    self.states[param] = state_dict["state"][saved_id]
 
     def check_hyper_parameters(self, groups: list[dict[str, Any]]) -> None:
         """Check that every group finds its values.
@@ -194,73 +195,13 @@ def _dtype(text: str) -> Any:
     return named if text.startswith("torch.") and isinstance(named, torch.dtype) else text
 
 
-def _match_by_position(
-    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[Tensor, Any]]:
-    if len(saved) != len(groups):
-        raise ValueError(
-            f"loaded state dict has {len(saved)} parameter groups, the optimizer has {len(groups)}"
-        )
-    ids: dict[Tensor, Any] = {}
-    for g, (source, group) in enumerate(zip(saved, groups, strict=True)):
-        if len(source["params"]) != len(group["params"]):
-            raise ValueError(
-                f"param group {g}: loaded state dict has {len(source['params'])} parameters, the "
-                f"optimizer has {len(group['params'])}"
-            )
-        ids.update(zip(group["params"], source["params"], strict=True))
-    return saved, ids
-
-
-def _match_by_name(
-    saved: list[dict[str, Any]], saved_names: list[list[str]], groups: list[dict[str, Any]]
-) -> tuple[list[dict[str, Any]], dict[Tensor, Any]]:
-    homes = match_by_name(saved_names, [group["param_names"] for group in groups])
-    # A group without parameters keeps its values.
-    sources = [
-        saved[places[0][0]] if places else group
-        for places, group in zip(homes, groups, strict=True)
-    ]
-    ids = {
-        param: saved[s]["params"][i]
-        for places, group in zip(homes, groups, strict=True)
-        for (s, i), param in zip(places, group["params"], strict=True)
-    }
-    return sources, ids
-
-
-def _names(saved: list[dict[str, Any]], groups: list[dict[str, Any]]) -> list[list[str]] | None:
-    """Return the names of the saved parameters, or None where positions have to do.
-
-    The ids of torch's state-dict functions are the parameters' names in the model. These functions
-    order `params` as the optimizer does and leave `param_names` as they were saved: the ids count.
-    Their positions do where the optimizer was given names of the user's own.
-    """
-    if not all("param_names" in group for group in groups):
-        return None
-    ids = [group["params"] for group in saved]
-    flat = [saved_id for group in ids for saved_id in group]
-    if flat and all(isinstance(saved_id, str) for saved_id in flat):
-        own = plain_names([name for group in groups for name in group["param_names"]])
-        return ids if set(plain_names(flat)) & set(own) else None
-    if all("param_names" in group for group in saved):
-        return [group["param_names"] for group in saved]
-    return None
-
-
 def _brought_names(
     saved: list[dict[str, Any]], groups: list[dict[str, Any]]
 ) -> list[list[str]] | None:
     """Return the names that a checkpoint gives to groups without any, as torch takes them over."""
     if any("param_names" in group for group in groups):
         return None  # they are the parameters', in the order of the parameters
-    if not all("param_names" in group for group in saved):
-        return None
-    ids = [group["params"] for group in saved]
-    by_name = all(isinstance(saved_id, str) for group in ids for saved_id in group)
-    # See `_names`: where ids are text, `param_names` may be in another order.
-    names = ids if by_name else [group["param_names"] for group in saved]
-    return [list(own) for own in names]
+    return saved_names(saved) if all("param_names" in group for group in saved) else None
 
 
 def _check_structural(
