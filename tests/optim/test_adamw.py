@@ -2,18 +2,12 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 
 from ranks import run_ranks
@@ -103,29 +97,6 @@ def test_step_follows_the_paper():
     torch.testing.assert_close(p.detach().double(), x, rtol=1e-5, atol=1e-6)
 
 
-def test_parameter_without_gradient_is_skipped_and_one_with_zero_gradient_decays():
-    # KellerJordan/Muon#54: a step of zeros for a missing gradient is not the same as no step.
-    p, q, r = parameters([(4, 4)] * 3)
-    before = [x.detach().clone() for x in (p, q, r)]
-    optimizer = AdamW([p, q, r], lr=0.1, weight_decay=0.5)
-    p.grad, r.grad = torch.ones(4, 4), torch.zeros(4, 4)
-    optimizer.step()
-    assert torch.equal(q, before[1])
-    assert [optimizer.state[x]["step"].item() for x in (p, q, r)] == [1, 0, 1]
-    assert torch.equal(r, before[2] * (1 - 0.1 * 0.5))
-
-
-def test_frozen_parameter_has_no_state_and_does_not_move():
-    p, q = parameters([(3,), (5,)])
-    q.requires_grad_(False)
-    before = q.detach().clone()
-    optimizer = AdamW([p, q], lr=0.1)
-    p.grad = torch.ones(3)
-    optimizer.step()
-    assert torch.equal(q, before)
-    assert list(optimizer.state) == [p]
-
-
 @pytest.mark.parametrize("scale", [0.0, 1.0])
 def test_explicit_zeros_are_kept(scale):
     params, reference = parameters([(9,)]), parameters([(9,)])
@@ -177,19 +148,6 @@ def test_unknown_key_is_an_error_that_names_it():
         AdamW([{"params": parameters()}, {"params": parameters(), "momentum": 0.9}])
 
 
-def test_parameter_given_twice_is_updated_once_with_torchs_warning():
-    # torch warns too, and updates twice: pytorch#101343
-    (p,), (q,) = parameters([(3,)]), parameters([(3,)])
-    with pytest.warns(UserWarning, match="param group 0: 'a' and 'b' are the same parameter"):
-        twice = AdamW([("a", p), ("b", p)], lr=0.1)
-    with pytest.warns(UserWarning, match="param group 0: 0 and 1 are the same parameter"):
-        AdamW([p, p])
-    once = AdamW([q], lr=0.1)
-    train(twice, [p], 2)
-    train(once, [q], 2)
-    assert_same(twice, [p], once, [q])
-
-
 def test_sparse_gradient_is_refused_by_name():
     (p,) = parameters([(3, 2)])
     optimizer = AdamW([("e.weight", p)])
@@ -232,36 +190,6 @@ def test_float32_states_of_bfloat16_parameters_take_what_bfloat16_states_lose():
 
 
 # -------------------------------------------------------------------- state
-
-
-def test_closure_runs_once_with_grad_and_its_loss_is_returned():
-    (p,) = parameters([(5,)])
-    optimizer = AdamW([p], lr=0.1)
-    calls = []
-
-    def closure():
-        optimizer.zero_grad()
-        loss = (p * p).sum()
-        loss.backward()
-        calls.append(torch.is_grad_enabled())
-        return loss
-
-    loss = optimizer.step(closure)
-    assert calls == [True]
-    assert loss.requires_grad
-    assert optimizer.state[p]["step"].item() == 1
-    assert optimizer.step() is None
-
-
-def test_state_is_there_before_the_first_step_and_has_the_same_keys_after():
-    # pytorch#164929: torch fills empty state by a hidden step, which may move parameters.
-    params = parameters()
-    optimizer = AdamW(params, lr=0.1, amsgrad=True)
-    before = optimizer.state_dict()
-    keys = {i: sorted(state) for i, state in before["state"].items()}
-    assert not any(t.any() for state in before["state"].values() for t in state.values())
-    train(optimizer, params, 1)
-    assert {i: sorted(s) for i, s in optimizer.state_dict()["state"].items()} == keys
 
 
 def test_states_of_a_step_are_views_users_can_write():
@@ -317,21 +245,6 @@ def test_checkpoints_are_exchanged_with_torch():
     assert_same(ours, params, theirs, reference)
 
 
-def test_loaded_states_keep_their_dtype_and_bits():
-    # torch casts loaded state to the parameter's dtype.
-    (p,) = parameters([(40,)], dtype=torch.bfloat16)
-    optimizer = AdamW([p], lr=0.1, state_dtype=torch.float32)
-    train(optimizer, [p], 2)
-    (q,) = parameters([(40,)], dtype=torch.bfloat16)
-    other = AdamW([q], lr=0.1)
-    assert other.state[q]["exp_avg"].dtype is torch.bfloat16
-    other.load_state_dict(optimizer.state_dict())
-    for key, value in optimizer.state[p].items():
-        assert other.state[q][key].dtype is value.dtype
-        assert torch.equal(other.state[q][key], value)
-    train(other, [q], 1)
-
-
 def test_named_state_follows_the_name():
     w1, w2 = parameters([(4, 4), (4, 4)])
     first = AdamW([{"params": [("w1", w1)], "lr": 0.1}, {"params": [("w2", w2)], "lr": 0.2}])
@@ -375,31 +288,6 @@ def test_checkpoint_of_another_shape_is_an_error_that_names_the_state():
     optimizer = AdamW(params)
     with pytest.raises(ValueError, match=r"parameter 0.*exp_avg: expected shape \(4, 5\)"):
         AdamW(others).load_state_dict(optimizer.state_dict())
-
-
-@pytest.mark.parametrize("flatten", [False, True])
-def test_state_survives_torchs_state_dict_functions(flatten):
-    model = nn.Linear(3, 4)
-    optimizer = AdamW(model.parameters(), lr=0.1)
-    train(optimizer, list(model.parameters()), 2)
-    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
-    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
-    other_model = copy.deepcopy(model)
-    other = AdamW(other_model.parameters(), lr=0.7)
-    set_optimizer_state_dict(other_model, other, saved, options=options)
-    assert other.param_groups[0]["lr"] == 0.1
-    assert_same(other, list(other_model.parameters()), optimizer, list(model.parameters()))
-
-
-def test_pickled_optimizer_goes_on_as_the_original():
-    params = parameters()
-    optimizer = AdamW(params, lr=0.1)
-    train(optimizer, params, 2)
-    other = pickle.loads(pickle.dumps(optimizer))
-    copied = other.param_groups[0]["params"]
-    train(optimizer, params, 2, 300)
-    train(other, copied, 2, 300)
-    assert_same(other, copied, optimizer, params)
 
 
 def test_parameters_swapped_in_place_are_the_ones_that_train():

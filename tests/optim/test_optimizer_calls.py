@@ -1,5 +1,6 @@
 """Closures, groups, names and schedulers, on ranks as in one process."""
 
+import re
 import warnings
 
 import pytest
@@ -69,17 +70,16 @@ def train_by_closure(name: str, through_closure: bool) -> dict[str, torch.Tensor
     return weights_of(model)
 
 
+def train_both_ways(name: str) -> list[dict[str, torch.Tensor]]:
+    return [train_by_closure(name, through_closure) for through_closure in (True, False)]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_closure_runs_once_with_grad_and_its_gradients_are_used(name):
     """nikhilvyas/SOAP#21, KellerJordan/Muon#33, lightning#18254: no grad, or no loss back."""
-    for world_size in (2, 3):
-        for weights, expected in zip(
-            run_ranks(train_by_closure, world_size, name, True),
-            run_ranks(train_by_closure, world_size, name, False),
-            strict=True,
-        ):
-            assert_weights(weights, expected)
-    assert_weights(train_by_closure(name, True), train_by_closure(name, False))
+    here, results = on_ranks_and_here(train_both_ways, name)
+    for weights, expected in [here, *results]:
+        assert_weights(weights, expected)
 
 
 def raise_in_closure(name: str, when: str) -> dict[str, torch.Tensor]:
@@ -108,20 +108,29 @@ def raise_in_closure(name: str, when: str) -> dict[str, torch.Tensor]:
     return weights_of(model)
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+def raise_in_closures(name: str) -> list[dict[str, torch.Tensor]]:
+    return [raise_in_closure(name, when) for when in ("", "before", "after")]
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_exception_in_a_closure_changes_nothing_and_training_goes_on(name, when):
+def test_exception_in_a_closure_changes_nothing_and_training_goes_on(name):
     """Nothing is half taken: no count, no decay, no gradient of the failed call."""
-    expected = run_ranks(raise_in_closure, 2, name, "")
-    for weights, other in zip(run_ranks(raise_in_closure, 2, name, when), expected, strict=True):
-        assert_weights(weights, other)
-    assert_weights(raise_in_closure(name, when), raise_in_closure(name, ""))
+    here, results = on_ranks_and_here(raise_in_closures, name, worlds=(2,))
+    for expected, before, after in [here, *results]:
+        assert_weights(before, expected)
+        assert_weights(after, expected)
 
 
 # -------------------------------------------------------------------- groups
 
 
-def train_kinds(kind: str) -> list[torch.Tensor]:
+KINDS = (
+    "only_vectors", "only_matrices", "empty_first", "empty_adamw", "generator_of_names",
+    "added_later", "frozen_matrices",
+)  # fmt: skip
+
+
+def train_kind(kind: str) -> list[torch.Tensor]:
     """Trains matrices (m), vectors (v) and frozen ones, given as `kind` says; full results."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(7, 10), nn.Linear(10, 3))
@@ -164,25 +173,16 @@ def state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tenso
     return [full(value) for value in optimizer.state[p].values()]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "only_vectors",
-        "only_matrices",
-        "empty_first",
-        "empty_adamw",
-        "generator_of_names",
-        "added_later",
-        "frozen_matrices",
-    ],
-)
-def test_kind_without_parameters_generator_or_late_group_trains(kind):
+def train_kinds() -> list[list[torch.Tensor]]:
+    return [train_kind(kind) for kind in KINDS]
+
+
+def test_kind_without_parameters_generator_or_late_group_trains():
     """DeepSpeed#7869, prime-rl#1433, KellerJordan/Muon#9: an empty kind; a generator read twice."""
-    expected, results = on_ranks_and_here(train_kinds, kind)
+    expected, results = on_ranks_and_here(train_kinds)
     for result in results:
-        assert len(result) == len(expected)
-        for actual, value in zip(result, expected, strict=True):
-            assert torch.equal(actual, value)
+        for kind, actual, wanted in zip(KINDS, result, expected, strict=True):
+            assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True)), kind
 
 
 def test_group_that_names_no_rule_gets_one_or_an_error_at_construction():
@@ -249,6 +249,8 @@ def decay_by_kind_of_gradient(name: str) -> tuple[list[torch.Tensor], int]:
     set_gradients(parameters, [torch.ones(20, 20), torch.ones(20, 20), torch.zeros(20, 20)])
     parameters[1].grad = None
     optimizer.step()
+    steps = [float(optimizer.state[p]["step"]) for p in parameters if name == "adamw"]
+    assert steps in ([], [1, 0, 1])
     momenta = [v for key, v in optimizer.state[parameters[1]].items() if key != "step"]
     assert not any(full(value).any() for value in momenta)
     return [full(p) for p in parameters]
@@ -266,7 +268,10 @@ def test_parameter_without_gradient_neither_decays_nor_gets_momentum(name):
         torch.testing.assert_close(decayed, before[2] * 0.95, atol=1e-7, rtol=0)
 
 
-def train_tied(how: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
+HOWS = ("once", "both_names", "unnamed", "param_groups")
+
+
+def train_tied(how: str) -> tuple[list[str], dict[str, torch.Tensor]]:
     model = build(tied=True)
     if dist.is_initialized():
         shard(model)
@@ -300,20 +305,26 @@ def train_tied(how: str) -> tuple[int, list[str], dict[str, torch.Tensor]]:
     return messages, {**weights, "norms": torch.stack(norms)}
 
 
-@pytest.mark.parametrize("how", ["both_names", "unnamed", "param_groups"])
-def test_tied_weight_is_updated_and_counted_once(how):
+def train_tied_ways() -> list[tuple[list[str], dict[str, torch.Tensor]]]:
+    return [train_tied(how) for how in HOWS]
+
+
+def test_tied_weight_is_updated_and_counted_once():
     """pytorch#101343, Automodel#2986, composer#3822: tied weights were updated or clipped twice."""
-    here, results = on_ranks_and_here(train_tied, how)
-    for messages, _ in [here, *results]:
-        assert len(messages) == (how != "param_groups")
-        if how == "both_names":
-            assert "'embedding.weight' and 'head.weight' are the same parameter" in messages[0]
-    weights = here[1]
-    for _, others in results:
-        for name, weight in others.items():
-            torch.testing.assert_close(weight, weights[name], atol=1e-4, rtol=1e-4)
-    if how != "param_groups":
-        assert_weights(weights, train_tied("once")[1])
+    here, results = on_ranks_and_here(train_tied_ways)
+    facts = {
+        "both_names": r"param group 0: 'embedding\.weight' and 'head\.weight' are the same param",
+        "unnamed": r"param group 0: 0 and \d+ are the same parameter",
+    }
+    for result in [here, *results]:
+        for how, (messages, weights), (_, expected) in zip(HOWS, result, here, strict=True):
+            assert len(messages) == (how in facts)
+            assert all(re.match(facts[how], message) for message in messages)
+            for name, weight in weights.items():
+                torch.testing.assert_close(weight, expected[name], atol=1e-4, rtol=1e-4)
+    once, both, unnamed, _ = (weights for _, weights in here)
+    assert_weights(both, once)
+    assert_weights(unnamed, once)
 
 
 # -------------------------------------------------------------------- schedulers
@@ -341,14 +352,20 @@ def train_on_schedule(which: str) -> tuple[list[object], dict[str, torch.Tensor]
         optimizer.step()
         schedule.step(*[1.0] * (which == "plateau"))
         seen.append([(g["lr"], g["betas"], g.get("momentum")) for g in optimizer.param_groups])
+        assert [lr for lr, *_ in seen[-1]] == list(schedule.get_last_lr())
     assert len({str(rates) for rates in seen}) > 1
     return seen, weights_of(model)
 
 
-@pytest.mark.parametrize("which", SCHEDULERS)
-def test_schedule_of_mixed_groups_is_the_same_on_ranks(which):
+def train_on_schedules() -> dict[str, tuple[list[object], dict[str, torch.Tensor]]]:
+    return {which: train_on_schedule(which) for which in SCHEDULERS}
+
+
+def test_schedule_of_mixed_groups_is_the_same_on_ranks():
     """lightning#11757: schedulers met groups without the keys that they write."""
-    (expected, expected_weights), results = on_ranks_and_here(train_on_schedule, which)
-    for seen, weights in results:
-        assert seen == expected
-        assert_weights(weights, expected_weights)
+    expected, results = on_ranks_and_here(train_on_schedules)
+    assert [rates[0][0] for rates in expected["plateau"][0]] == [0.1, 0.05, 0.025, 0.0125]
+    for result in results:
+        for which, (seen, weights) in result.items():
+            assert seen == expected[which][0]
+            assert_weights(weights, expected[which][1])
