@@ -41,9 +41,11 @@ def make_torch_muon(module: nn.Module) -> torch.optim.Optimizer:
 
 @pytest.mark.parametrize("make_optimizer", [make_foreach_adamw, make_sgd])
 def test_torchs_element_wise_optimizers_are_exact_in_any_layout(make_optimizer):
-    assert_sharded_equals_unsharded(make_optimizer, shapes=ODD, layouts="any")
     assert_sharded_equals_unsharded(
-        make_optimizer, shapes=ODD, layouts="ours_hsdp", world_sizes=(2, 3, 4)
+        make_optimizer, shapes=ODD, layouts="any", world_sizes=(1, 2, 3)
+    )
+    assert_sharded_equals_unsharded(
+        make_optimizer, shapes=ODD, layouts="ours_hsdp", world_sizes=[4]
     )
     assert_resume_is_exact(make_optimizer, shapes=ODD, layouts=("fsdp2", "ours", "ours_hsdp"))
 

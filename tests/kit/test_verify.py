@@ -1,6 +1,7 @@
 """`torchrun -m vfsdp_optim.testing.verify`: the table, the exit code, what is on the wire."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -54,17 +55,10 @@ def test_verify_passes_for_ours_and_measures_beside_fsdp2():
     assert "not counted" not in result.stderr
 
 
-def test_verify_checks_8bit_states_on_our_shards():
-    result = run("--steps", "2", "--optimizer", "adamw_8bit", "muon_8bit")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert [cells(result.stdout, f"{n} 8bit", "ours")[2] for n in ("AdamW", "Muon")] == ["yes"] * 2
-    assert "fsdp2" not in result.stdout
-
-
-def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded():
+def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded_and_checks_8bit_states():
     result = run(
-        "--model", "verify_subjects:make_model",
-        "--optimizer", "verify_subjects:make_wrong", "verify_subjects:make_wrong_on_fsdp2",
+        "--model", "verify_subjects:make_model", "--steps", "2", "--optimizer", "muon_8bit",
+        "adamw_8bit", "verify_subjects:make_wrong", "verify_subjects:make_wrong_on_fsdp2",
     )  # fmt: skip
     assert result.returncode == 1, result.stdout + result.stderr
     assert cells(result.stdout, "Wrong", "ours")[2] == "no"
@@ -74,6 +68,8 @@ def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded():
     assert cells(result.stdout, "WrongOnFsdp2", "ours")[2] == "yes"
     assert "WrongOnFsdp2 on FSDP2, seen by rank 0:\nfirst difference: step 1" in result.stdout
     assert "DIFFERENT" in result.stdout
+    assert [cells(result.stdout, f"{n} 8bit", "ours")[2] for n in ("AdamW", "Muon")] == ["yes"] * 2
+    assert not re.search("8bit +│ fsdp2", result.stdout)
 
 
 def test_verify_runs_on_the_backend_that_was_asked_for(monkeypatch):

@@ -54,7 +54,10 @@ EACH = pytest.mark.parametrize("name", MAKERS)
 def test_8bit_training_of_50_steps_has_the_bits_of_the_unsharded_one(name, dtype):
     shapes = SHAPES if dtype == "float32" else SHAPES[:4]
     assert_sharded_equals_unsharded(
-        MAKERS[name], shapes=shapes, world_sizes=(1, 2, 3, 5), steps=50, dtype=dtype
+        MAKERS[name], shapes=shapes, world_sizes=[3], steps=50, dtype=dtype
+    )
+    assert_sharded_equals_unsharded(
+        MAKERS[name], shapes=shapes, world_sizes=(1, 2, 5), steps=4, dtype=dtype
     )
 
 
