@@ -13,11 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ranks import distributed_examples
 from vfsdp_optim import FullMatrix, Muon, param_groups
 from vfsdp_optim.testing import assert_sharded_equals_unsharded, layouts
 
@@ -115,15 +114,16 @@ def assert_equals_separate_parameters(kind: Kind, memory_format: Any = None) -> 
 
 
 @pytest.mark.parametrize("name", NAMES)
+@settings(max_examples=settings.default.max_examples // 2)
 @given(seed=st.integers(0, 10**6))
 def test_matrices_of_muon_equal_separate_parameters(name, seed):
     """KellerJordan/Muon and HeavyBall flattened experts, dion asks for divisible splits."""
     assert_equals_separate_parameters(draw_kind(name, seed))
 
 
-@pytest.mark.parametrize("name", NAMES)
-@distributed_examples
+@settings(max_examples=settings.default.max_examples * 3 // 2)
 @given(
+    name=st.sampled_from(NAMES),
     seed=st.integers(0, 10**6),
     world_size=st.sampled_from([2, 3, 1, 5]),
     before=st.integers(0, 200),
@@ -147,30 +147,23 @@ def test_matrices_of_muon_have_the_bits_of_one_process_wherever_they_are_cut(
     )
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-def test_matrices_of_muon_on_fsdp2_have_the_bits_of_one_process(world_size):
-    for seed, name in enumerate(NAMES):
-        shape, pattern, _ = draw_kind(name, seed)
-        assert_sharded_equals_unsharded(
-            partial(make_optimizer, pattern=pattern),
-            model=partial(Fused, shape, 50),
-            world_sizes=(world_size,),
-            layouts="fsdp2",
-            steps=2,
-        )
+def every_kind() -> nn.Module:
+    """A parameter of each kind, called as its kind."""
+    generator = torch.Generator().manual_seed(0)
+    drawn = {name: draw_kind(name, seed)[0] for seed, name in enumerate(NAMES)}
+    params = {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in drawn.items()}
+    return nn.ParameterDict(params)
 
 
-@pytest.mark.parametrize("layout", ["hsdp", "ours_hsdp"])
-def test_matrices_of_muon_on_hsdp_of_two_by_two_have_the_bits_of_one_process(layout):
-    for name in NAMES:
-        shape, pattern, _ = draw_kind(name, 3)
-        assert_sharded_equals_unsharded(
-            partial(make_optimizer, pattern=pattern),
-            model=partial(Fused, shape, 50),
-            world_sizes=(4,),
-            layouts=layout,
-            steps=2,
-        )
+def make_for_every_kind(module: nn.Module) -> Muon:
+    matrices = {name: draw_kind(name, seed)[1] for seed, name in enumerate(NAMES)}
+    return Muon(param_groups(module, matrices=matrices), **OPTIONS)
+
+
+def test_matrices_of_muon_on_shards_and_meshes_of_torch_have_the_bits_of_one_process():
+    check = partial(assert_sharded_equals_unsharded, make_for_every_kind, model=every_kind, steps=2)
+    check(layouts="fsdp2", world_sizes=(1, 2, 3, 5))
+    check(layouts=("hsdp", "ours_hsdp"), world_sizes=[4])
 
 
 def test_channels_last_convolution_of_muon_equals_a_contiguous_one():
