@@ -271,79 +271,42 @@ NAN = torch.full(SHAPES["w"], float("nan"))
 
 
 @pytest.mark.parametrize(
-    ("edit", "error", "message"),
+    ("edit", "message"),
     [
-        (
-            text_ids,
-            ValueError,
-            "state: entries ['0', '1', '2'] are of no parameter of the saved groups, whose ids are "
-            "[0, 1, 2]; JSON and others make text of numbers: load {int(key): value for key, value "
-            "in state.items()}",
-        ),
-        (
-            name_ids,
-            ValueError,
-            "state: entries ['w', 'b', 'wide'] are of no parameter of the saved groups, whose ids "
-            "are [0, 1, 2]; pass states and groups of one optimizer",
-        ),
-        (
-            put("state", 0, "exp_avg", NAN),
-            ValueError,
-            "w.exp_avg: expected finite numbers, got others; the checkpoint is damaged",
-        ),
-        (
-            put("state", 2, "exp_avg_sq", -torch.ones(SHAPES["wide"])),
-            ValueError,
-            "wide.exp_avg_sq: expected finite numbers >= 0, got others; the checkpoint is damaged",
-        ),
-        (
-            put("state", 1, "step", -1),
-            ValueError,
-            "b.step: expected a finite number >= 0, got -1",
-        ),
-        (
-            put("state", 0, "exp_avg", torch.ones(SHAPES["w"], dtype=torch.int64)),
-            ValueError,
-            "w.exp_avg: expected torch.float32 or torch.bfloat16 or torch.float64, got torch.int64",
-        ),
-        (
-            put("param_groups", 1, "lr", float("nan")),
-            ValueError,
-            "param group 1: lr: expected finite numbers, got nan",
-        ),
-        (
-            put("param_groups", 0, "lr", None),
-            ValueError,
-            "param group 0: lr: expected a number >= 0, got None",
-        ),
-        (
-            put("param_groups", 0, "betas", (0.9, 1.5)),
-            ValueError,
-            "param group 0: betas: expected two numbers in [0, 1), got (0.9, 1.5)",
-        ),
-        (
-            put("param_groups", 0, "maximize", "no"),
-            ValueError,
-            "param group 0: maximize: expected True or False, got 'no'",
-        ),
-        (
-            put("param_groups", 0, "state_dtype", "torch.nn"),
-            ValueError,
-            "param group 0: state_dtype: expected a floating dtype or None, got 'torch.nn'",
-        ),
-        (
-            put("param_groups", 0, "initial_lr", "high"),
-            ValueError,
-            "param group 0: initial_lr: expected a number >= 0, got 'high'",
-        ),
+        (text_ids,
+         "state: entries ['0', '1', '2'] are of no parameter of the saved groups, whose ids are "
+         "[0, 1, 2]; JSON and others make text of numbers: load {int(key): value for key, value "
+         "in state.items()}"),
+        (name_ids,
+         "state: entries ['w', 'b', 'wide'] are of no parameter of the saved groups, whose ids "
+         "are [0, 1, 2]; pass states and groups of one optimizer"),
+        (put("state", 0, "exp_avg", NAN),
+         "w.exp_avg: expected finite numbers, got others; the checkpoint is damaged"),
+        (put("state", 2, "exp_avg_sq", -torch.ones(SHAPES["wide"])),
+         "wide.exp_avg_sq: expected finite numbers >= 0, got others; the checkpoint is damaged"),
+        (put("state", 1, "step", -1),
+         "b.step: expected a finite number >= 0, got -1"),
+        (put("state", 0, "exp_avg", torch.ones(SHAPES["w"], dtype=torch.int64)),
+         "w.exp_avg: expected torch.float32 or torch.bfloat16 or torch.float64, got torch.int64"),
+        (put("param_groups", 1, "lr", float("nan")),
+         "param group 1: lr: expected finite numbers, got nan"),
+        (put("param_groups", 0, "lr", None),
+         "param group 0: lr: expected a number >= 0, got None"),
+        (put("param_groups", 0, "betas", (0.9, 1.5)),
+         "param group 0: betas: expected two numbers in [0, 1), got (0.9, 1.5)"),
+        (put("param_groups", 0, "maximize", "no"),
+         "param group 0: maximize: expected True or False, got 'no'"),
+        (put("param_groups", 0, "state_dtype", "torch.nn"),
+         "param group 0: state_dtype: expected a floating dtype or None, got 'torch.nn'"),
+        (put("param_groups", 0, "initial_lr", "high"),
+         "param group 0: initial_lr: expected a number >= 0, got 'high'"),
     ],
-)
-def test_damage_is_named_with_parameter_or_group_and_key(edit, error, message):
+)  # fmt: skip
+def test_damage_is_named_with_parameter_or_group_and_key(edit, message):
     """Accepted before, and the weights were NaN or the next step raised."""
     optimizer, saved = edited(edit)
-    with pytest.raises(error) as raised:
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         optimizer.load_state_dict(saved)
-    assert str(raised.value) == message
 
 
 def load_in_part(path: Path, theirs: torch.optim.Optimizer, ours: torch.optim.Optimizer) -> None:

@@ -226,42 +226,6 @@ def test_resumed_training_has_the_bits_of_the_uninterrupted_one(through):
     assert other.param_groups[0]["lr"] == 0.1
 
 
-def test_checkpoints_are_exchanged_with_torch():
-    params, reference = parameters(), parameters()
-    ours, theirs = AdamW(params, lr=0.1), torch.optim.AdamW(reference, lr=0.1, foreach=True)
-    train(theirs, reference, 3)
-    with torch.no_grad():
-        for p, q in zip(params, reference, strict=True):
-            p.copy_(q)
-    ours.load_state_dict(theirs.state_dict())
-    assert_same(ours, params, theirs, reference)
-    train(ours, params, 2, 300)
-    theirs.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch keeps the tensors it is given
-    with torch.no_grad():
-        for p, q in zip(params, reference, strict=True):
-            q.copy_(p)
-    train(ours, params, 1, 400)
-    train(theirs, reference, 1, 400)
-    assert_same(ours, params, theirs, reference)
-
-
-def test_named_state_follows_the_name():
-    w1, w2 = parameters([(4, 4), (4, 4)])
-    first = AdamW([{"params": [("w1", w1)], "lr": 0.1}, {"params": [("w2", w2)], "lr": 0.2}])
-    train(first, [w1, w2], 2)
-    v1, v2 = parameters([(4, 4), (4, 4)])
-    swapped = AdamW(
-        [
-            {"params": [("module._orig_mod.w2", v2)], "lr": 7.0},
-            {"params": [("module._orig_mod.w1", v1)], "lr": 8.0},
-        ]
-    )
-    swapped.load_state_dict(first.state_dict())
-    assert torch.equal(swapped.state[v1]["exp_avg"], first.state[w1]["exp_avg"])
-    assert torch.equal(swapped.state[v2]["exp_avg"], first.state[w2]["exp_avg"])
-    assert [group["lr"] for group in swapped.param_groups] == [0.2, 0.1]
-
-
 @pytest.mark.parametrize(
     ("groups", "fact"),
     [
