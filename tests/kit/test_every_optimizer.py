@@ -107,6 +107,7 @@ OF_BFLOAT16 = {
 CHECKPOINTS = ("state_dict", "dcp")
 # Each of the tables' rows draws programs of its own, and most of their code is shared.
 half_of_the_examples = settings(max_examples=settings.default.max_examples // 2)
+third_of_the_examples = settings(max_examples=settings.default.max_examples // 3)
 
 
 @st.composite
@@ -138,7 +139,7 @@ def test_optimizer_equals_its_unsharded_self_through_any_program(name, program):
 
 
 @pytest.mark.parametrize("name", IN_BLOCKS)
-@half_of_the_examples
+@third_of_the_examples
 @given(
     program=step_programs(
         shapes=with_large_matrices(),
@@ -152,7 +153,7 @@ def test_8bit_optimizer_equals_its_unsharded_self_through_any_program(name, prog
 
 
 @pytest.mark.parametrize("name", OF_BFLOAT16)
-@half_of_the_examples
+@third_of_the_examples
 @given(
     program=step_programs(
         shapes=with_large_matrices(),

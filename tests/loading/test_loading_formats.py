@@ -163,6 +163,7 @@ def test_loading_a_full_file_with_weights_only(tmp_path: Path) -> None:
     assert get_unsafe_globals_in_checkpoint(path) == []
     for wrong in run_ranks(load_full, 3, path):
         assert wrong == ["", ""]
+    load_without_distributed(path)
 
 
 def load_without_distributed(path: str) -> Net:
@@ -176,12 +177,6 @@ def load_without_distributed(path: str) -> Net:
     optimizer.load_state_dict(state["optimizer"])
     assert difference(full_state(net, optimizer), plain(state)) == ""
     return net
-
-
-def test_loading_a_full_file_of_ranks_into_one_process(tmp_path: Path) -> None:
-    path = str(tmp_path / "full.pt")
-    run_ranks(save_full, 2, path)
-    load_without_distributed(path)
 
 
 # -- torch.distributed.checkpoint ------------------------------------------------------------------

@@ -37,10 +37,7 @@ def present(step: int, shard: int, index: int) -> bool:
 
 def groups_of(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     named = [(f"w{i}", p) for i, p in enumerate(params)]
-    return [
-        {"params": named[:-1]},
-        {"params": named[-1:], "matrices": "(e m) n -> e m n; e=5"},
-    ]
+    return [{"params": named[:-1]}, {"params": named[-1:], "matrices": "(e m) n -> e m n; e=5"}]
 
 
 def range_of(param: Tensor) -> tuple[int, int]:
@@ -86,10 +83,7 @@ def train(
     """Return full parameters and momenta after each step, this rank's ranges, and the waves."""
     params, shard_rank = shard(layout)
     optimizer = Muon(
-        groups_of(params),
-        lr=0.1,
-        max_exchange_bytes=max_exchange_bytes,
-        on_nonfinite=on_nonfinite,
+        groups_of(params), lr=0.1, max_exchange_bytes=max_exchange_bytes, on_nonfinite=on_nonfinite
     )
     optimizer._nonfinite.host_devices = frozenset()  # as on CUDA
     after = []

@@ -92,12 +92,10 @@ def gradient(step: int, shape: tuple[int, ...]) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(100 + step))
 
 
-def assert_equals_separate_parameters(kind: Kind, memory_format: Any = None) -> None:
+def assert_equals_separate_parameters(kind: Kind) -> None:
     """Three unsharded steps of the parameter against steps of its matrices as parameters."""
     shape, pattern, cut = kind
     module = Fused(shape, 4)
-    if memory_format is not None:
-        module.fused = nn.Parameter(module.fused.detach().to(memory_format=memory_format))
     separate = [nn.Parameter(x.clone()) for x in cut(module.fused.detach())]
     optimizer, reference = make_optimizer(module, pattern), Muon(separate, **OPTIONS)
     for step in range(3):
@@ -164,13 +162,6 @@ def test_matrices_of_muon_on_shards_and_meshes_of_torch_have_the_bits_of_one_pro
     check = partial(assert_sharded_equals_unsharded, make_for_every_kind, model=every_kind, steps=2)
     check(layouts="fsdp2", world_sizes=(1, 2, 3, 5))
     check(layouts=("hsdp", "ours_hsdp"), world_sizes=[4])
-
-
-def test_channels_last_convolution_of_muon_equals_a_contiguous_one():
-    """Moonlight#37, ultralytics#25447: view errors for gradients in channels_last."""
-    shape = (8, 3, 3, 3)
-    kind = (shape, "o ... -> o (...)", lambda x: [x.flatten(1)])
-    assert_equals_separate_parameters(kind, torch.channels_last)
 
 
 def test_scale_of_muon_is_that_of_the_matrix_and_not_of_the_parameter():

@@ -149,7 +149,7 @@ def make_whole_shampoo(module: nn.Module) -> Shampoo:
 def test_sharded_equals_unsharded_in_every_layout(make_optimizer, shapes):
     """optimizers#149, #271, #278: refreshes at other steps on ranks, or after a resume."""
     assert_sharded_equals_unsharded(
-        make_optimizer, shapes=shapes, layouts=LAYOUTS, world_sizes=(3, 4)
+        make_optimizer, shapes=shapes, layouts=LAYOUTS, world_sizes=(3, 4), steps=4
     )
     assert_resume_is_exact(make_optimizer, shapes=shapes, layouts=("ours", "fsdp2", "ours_hsdp"))
 
