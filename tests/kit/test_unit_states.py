@@ -81,10 +81,12 @@ def make_8bit_gram(module: nn.Module) -> StructuredOptimizer:
     return make_gram(module, states="8bit")
 
 
-@pytest.mark.parametrize("make_optimizer", [make_gram, make_8bit_gram])
-def test_states_of_units_are_exact_in_every_layout(make_optimizer):
+@pytest.mark.parametrize(
+    ("make_optimizer", "layouts"), [(make_gram, LAYOUTS), (make_8bit_gram, LAYOUTS[::2])]
+)
+def test_states_of_units_are_exact_in_every_layout(make_optimizer, layouts):
     assert_sharded_equals_unsharded(
-        make_optimizer, shapes=SHAPES, layouts=LAYOUTS, world_sizes=(3, 4)
+        make_optimizer, shapes=SHAPES, layouts=layouts, world_sizes=(3, 4)
     )
     assert_resume_is_exact(make_optimizer, shapes=SHAPES, layouts=("ours", "fsdp2", "ours_hsdp"))
 

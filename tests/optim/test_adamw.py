@@ -333,5 +333,25 @@ def runs_of_a_step() -> None:
     assert torch.equal(flat[padding], torch.zeros(int(padding.sum())))  # eps=0 makes 0 / 0 there
 
 
+def gradients_in_another_order() -> None:
+    """As one buffer of a user's that holds gradients from the last parameter to the first."""
+    shapes = [(7, 3), (300,), (5,)]
+    (params, _), (others, _) = flat_parameters(shapes), flat_parameters(shapes)
+    buffer, end = torch.randn(1000), 0
+    for p, q in reversed(list(zip(params, others, strict=True))):
+        q.data.copy_(p.detach())
+        view, end = buffer[end : end + p.numel()], end + p.numel()
+        for param, grad in ((p, view), (q, view.clone())):
+            param.grad = RaggedDTensor.from_local(grad, p.device_mesh, p.placement, p.shape)
+    for each in (params, others):
+        AdamW(each, lr=0.1).step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+
+
+def test_gradients_in_one_buffer_but_another_order_are_no_run():
+    run_ranks(gradients_in_another_order, 1)
+
+
 def test_parameters_side_by_side_are_one_run_and_padding_stays_zero():
     run_ranks(runs_of_a_step, 1)

@@ -9,11 +9,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from sharding import FullMatrix, RowPanels
 from vfsdp_optim import Shampoo, param_groups
 from vfsdp_optim.matrix_roots import inverse_root
+from vfsdp_optim.shampoo import ShampooAlgorithm
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
 
 LAYOUTS = ("ours", "negotiated", "fsdp2", "hsdp", "ours_hsdp", "replicated")
+SOME = ("ours", "fsdp2", "ours_hsdp")  # for what differs in states alone
 # Blocks of 8 x 8 do not divide these; the second has fewer rows than ranks hold panels.
 SHAPES = [(21, 11), (5, 9), (24, 16)]
 
@@ -97,13 +100,30 @@ def test_root_is_the_inverse_root(method, order):
     assert inverse_root(torch.full((4, 4), float("nan")), order, 1e-12, method) is None
 
 
+@pytest.mark.parametrize("epsilon", [0.0, 1.0])
 @pytest.mark.parametrize("method", ["eigh", "newton"])
-def test_root_of_large_and_of_small_matrices(method):
-    matrix = torch.tensor([[2.0, 1.0], [1.0, 2.0]])
-    expected = inverse_root(matrix, 4, 0.0, method)
-    for scale in (1e-24, 1e24):
-        root = inverse_root(matrix * scale, 4, 0.0, method)
+def test_root_of_large_and_of_small_matrices(method, epsilon):
+    matrix = torch.tensor([[2.0, 1.0], [1.0, 2.0]])  # has eigenvalues 3 and 1
+    large, small = (3 + epsilon) ** -0.25, (1 + epsilon) ** -0.25
+    expected = torch.tensor([[large + small, large - small], [large - small, large + small]]) / 2
+    for scale in (1e-24, 1.0, 1e24):
+        root = inverse_root(matrix * scale, 4, epsilon * scale, method)
         torch.testing.assert_close(root * scale**0.25, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("matrices", "structure"),
+    [
+        (None, RowPanels(8)),
+        ("o ... -> o (...)", RowPanels(8)),
+        ("e m n -> e m n", RowPanels(8, batch_dims=1)),
+        ("e n m -> e m n", FullMatrix.parse("e n m -> e m n")),
+        ("(q m) n -> q m n; q=3", FullMatrix.parse("(q m) n -> q m n; q=3")),
+    ],
+)
+def test_units_are_panels_of_rows_where_rows_are_runs(matrices, structure):
+    group = {"matrices": matrices, "block_size": (8, 4)}
+    assert ShampooAlgorithm().structure(group, torch.Size([6, 9, 4])) == structure
 
 
 def test_one_huge_finite_gradient_does_not_end_the_run():
@@ -142,16 +162,16 @@ def make_whole_shampoo(module: nn.Module) -> Shampoo:
 
 
 @pytest.mark.parametrize(
-    ("make_optimizer", "shapes"),
-    [(make_shampoo, SHAPES), (make_8bit_shampoo, [(96, 64), (21, 11)]),
-     (make_whole_shampoo, SHAPES[:2])],
+    ("make_optimizer", "shapes", "layouts"),
+    [(make_shampoo, SHAPES, LAYOUTS), (make_8bit_shampoo, [(96, 64), (21, 11)], SOME),
+     (make_whole_shampoo, SHAPES[:2], SOME)],
 )  # fmt: skip
-def test_sharded_equals_unsharded_in_every_layout(make_optimizer, shapes):
+def test_sharded_equals_unsharded_in_every_layout(make_optimizer, shapes, layouts):
     """optimizers#149, #271, #278: refreshes at other steps on ranks, or after a resume."""
     assert_sharded_equals_unsharded(
-        make_optimizer, shapes=shapes, layouts=LAYOUTS, world_sizes=(3, 4), steps=4
+        make_optimizer, shapes=shapes, layouts=layouts, world_sizes=(3, 4), steps=4
     )
-    assert_resume_is_exact(make_optimizer, shapes=shapes, layouts=("ours", "fsdp2", "ours_hsdp"))
+    assert_resume_is_exact(make_optimizer, shapes=shapes, layouts=SOME)
 
 
 def test_roots_that_fail_keep_the_last_ones_and_raise_in_the_end(monkeypatch):
@@ -164,6 +184,11 @@ def test_roots_that_fail_keep_the_last_ones_and_raise_in_the_end(monkeypatch):
     for _ in range(4):
         optimizer.step()
     assert torch.equal(optimizer.state[param]["left_root.0"], root)
+    ungrafted = Shampoo([nn.Parameter(torch.ones(8, 8))], lr=0.1, weight_decay=0.0, grafting=None)
+    (start,) = ungrafted.param_groups[0]["params"]
+    start.grad = torch.eye(8)
+    ungrafted.step()  # by the mean of gradients
+    torch.testing.assert_close(start.detach(), torch.ones(8, 8) - 0.1 * torch.eye(8))
     before = param.detach().clone()
     with pytest.raises(RuntimeError, match=r"failed: w: the roots of block 0 failed 4 times in a"):
         optimizer.step()
@@ -190,6 +215,9 @@ def test_bad_options_are_refused_by_name(options, error):
 def test_parameter_without_matrices_is_refused_with_the_cure():
     with pytest.raises(ValueError, match="shampoo preconditions matrices, and got shape"):
         Shampoo([nn.Parameter(torch.ones(2, 4, 4))])
+    fused = {"params": [("w", nn.Parameter(torch.ones(4, 4)))], "matrices": "(q m) n -> q m n; q=3"}
+    with pytest.raises(ValueError, match=r"^w: FullMatrix.*cannot find the matrices"):
+        Shampoo([fused])
     groups = param_groups(nn.Conv2d(4, 8, 3), algorithm="shampoo")
     optimizer = Shampoo(groups, block_size=4)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["shampoo", "adamw"]

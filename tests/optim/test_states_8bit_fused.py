@@ -1,10 +1,12 @@
 """The fused update of 8-bit AdamW, with the CPU operator in the place of the CUDA one; padding."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor, nn
 
-from vfsdp_optim import AdamW
+from vfsdp_optim import AdamW, Precision
 from vfsdp_optim import fused_adam as fused_module
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.states.scratch import Scratch
@@ -41,6 +43,20 @@ def test_8bit_fused_kernel_is_called_as_the_plain_update(dtype):
     broken = Run(0, [member], member.open(), grad.view(-1)[:-1], member.states, (), 6)
     with pytest.raises(RuntimeError, match=r"expected contiguous tensors .*other gradient"):
         fused_adam(broken, Scratch(), **options)
+
+
+@pytest.mark.parametrize(("states", "possible"), [("8bit", True), ("32bit", False)])
+def test_8bit_fused_kernel_does_runs_on_cuda_with_a_master_copy_or_without(states, possible):
+    for master in (False, True):
+        param = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+        optimizer = AdamW([param], states=Precision(states, master_weights=master))
+        (span,) = optimizer._current_working_set().spans
+        (member,) = span.members
+        run = SimpleNamespace(
+            device=torch.device("cuda"), states=member.states, skip=None, members=[member],
+            param=param,
+        )  # fmt: skip
+        assert can_fuse(run) is possible
 
 
 def run_with_padding(optimizer: AdamW, grad: Tensor, step: int) -> Run:
