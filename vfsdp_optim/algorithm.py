@@ -226,13 +226,15 @@ class UnitContext:
             that is not done in each step is spread by it.
         step: number of this step of the parameter, from 1; 0 where steps are not counted.
         states: those of `unit_states`, fp32, to be written to in place.
-        fail: takes what went wrong for good; the next step raises it on all ranks.
+        fail: takes what went wrong for good, as text, and a 0-d bool tensor if only the device
+            knows whether it did; the next step raises it on all ranks, or the one after it where
+            the host does not wait for the device.
     """
 
     index: int
     step: int
     states: Mapping[str, Tensor]
-    fail: Callable[[str], None]
+    fail: Callable[..., None]
 
 
 class MatrixAlgorithm(Algorithm):

@@ -1,7 +1,14 @@
 """What optimizers that precondition blocks of matrices share: how parameters are cut into panels
-and blocks, which blocks are due in a step, and the element-wise part."""
+and blocks, which blocks are due in a step, and the element-wise part.
 
-from collections.abc import Iterator
+[Note: blocks computed together]
+One call on a batch of blocks is faster than a call for each, on a device above all, and may have
+other bits. So a batch is of one unit, of blocks of one shape side by side, a `Strip`, and of those
+due in the step: what is computed together follows from shapes and the step alone, and not from who
+owns what. Nothing here reads a number on the host; what failed is told by a flag.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -29,41 +36,65 @@ _LARGEST_GRADIENT = 1e15
 
 
 @dataclass(frozen=True, slots=True)
-class BlockPlace:
-    """One block of a unit.
+class Strip:
+    """Blocks of one shape that lie side by side in a unit, and are computed together.
 
     Attributes:
-        number: among those of the unit, row by row.
+        numbers: of the blocks among those of the unit, row by row.
         rows: of the unit.
-        cols: of the unit.
-        left: place of its left factor in (columns of blocks, rows, height of a block).
-        right: place of its right factor in (rows of blocks, cols, width of a block).
+        cols: of the unit, those of all blocks.
+        band: number of the row of blocks.
+        first: number of the column of blocks that the first one is in.
     """
 
-    number: int
+    numbers: range
     rows: slice
     cols: slice
-    left: tuple[int, slice, slice]
-    right: tuple[int, slice, slice]
+    band: int
+    first: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns of one block."""
+        cols = (self.cols.stop - self.cols.start) // len(self.numbers)
+        return self.rows.stop - self.rows.start, cols
+
+    def of(self, matrix: Tensor) -> Tensor:
+        """Return its blocks in a tensor of the unit's shape, (blocks, rows, cols), a view."""
+        blocks = matrix[self.rows, self.cols].unflatten(1, (len(self.numbers), -1))
+        return blocks.transpose(0, 1)
+
+    def factors(self, state: Tensor, side: str) -> Tensor:
+        """Return those of its blocks in a state of `factor_shapes`, (blocks, n, n), a view."""
+        rows, cols = self.shape
+        count = len(self.numbers)
+        if side == "left":
+            return state[self.first : self.first + count, self.rows, :rows]
+        return state[self.band, self.cols, :cols].unflatten(0, (count, cols))
+
+    def counts(self, state: Tensor) -> Tensor:
+        """Return those of its blocks in a state of one number a block, (blocks,), a view."""
+        return state[self.numbers.start : self.numbers.stop]
 
 
 @lru_cache(maxsize=1024)
-def block_places(rows: int, cols: int, size: BlockSize) -> tuple[BlockPlace, ...]:
+def strips(rows: int, cols: int, size: BlockSize) -> tuple[Strip, ...]:
     """Return the blocks of a (rows, cols) unit as torch.split cuts them, the last ones smaller."""
-    return tuple(_blocks(rows, cols, size))
+    return tuple(_strips(rows, cols, size))
 
 
-def _blocks(rows: int, cols: int, size: BlockSize) -> Iterator[BlockPlace]:
+def _strips(rows: int, cols: int, size: BlockSize) -> Iterator[Strip]:
     height, width = sides(rows, cols, size)
-    number = 0
-    for i, top in enumerate(range(0, rows, height)):
-        for j, start in enumerate(range(0, cols, width)):
-            down = slice(top, min(top + height, rows))
-            across = slice(start, min(start + width, cols))
-            left = j, down, slice(0, down.stop - down.start)
-            right = i, across, slice(0, across.stop - across.start)
-            yield BlockPlace(number, down, across, left, right)
-            number += 1
+    whole, number = cols // width, 0
+    for band, top in enumerate(range(0, rows, height)):
+        down = slice(top, min(top + height, rows))
+        for first, start, stop, count in (
+            (0, 0, whole * width, whole),
+            (whole, whole * width, cols, int(cols % width > 0)),
+        ):
+            if count:
+                yield Strip(range(number, number + count), down, slice(start, stop), band, first)
+                number += count
 
 
 def sides(rows: int, cols: int, size: BlockSize) -> tuple[int, int]:
@@ -74,43 +105,74 @@ def sides(rows: int, cols: int, size: BlockSize) -> tuple[int, int]:
     return max(1, min(height, rows)), max(1, min(width, cols))
 
 
+def blocks_in(rows: int, cols: int, size: BlockSize) -> int:
+    """Return how many blocks a (rows, cols) unit has."""
+    height, width = sides(rows, cols, size)
+    return -(-rows // height) * -(-cols // width)
+
+
 def factor_shapes(
     rows: int, cols: int, size: BlockSize
 ) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return the shapes of the tensors that hold the left and the right factors of a unit; see
-    `BlockPlace`."""
+    """Return the shapes of the tensors that hold the left and the right factors of a unit: a left
+    one has the rows of its block, in its column of blocks; a right one its columns, in its row."""
     height, width = sides(rows, cols, size)
     return (-(-cols // width), rows, height), (-(-rows // height), cols, width)
 
 
-def part_of(context: UnitContext, key: str, block: BlockPlace) -> Tensor:
-    """Return a block's part of a state of factors, whose key begins with the side."""
-    return context.states[key][block.left if key.startswith("left") else block.right]
+def average_products(states: Mapping[str, Tensor], strip: Strip, grad: Tensor, beta: float) -> None:
+    """Add the products of the gradients of blocks, (blocks, rows, cols), with themselves to those
+    of their factors that there are."""
+    for side, x in zip(SIDES, (grad, grad.mT), strict=True):
+        if side in states:
+            factors = strip.factors(states[side], side)
+            factors.baddbmm_(x, x.mT, beta=beta, alpha=weight_of(beta))
 
 
-def average_products(context: UnitContext, block: BlockPlace, grad: Tensor, beta: float) -> None:
-    """Add the products of a block's gradient with itself to those of its factors that there are."""
-    for side, x in zip(SIDES, (grad, grad.T), strict=True):
-        if side in context.states:
-            part_of(context, side, block).mul_(beta).add_(x @ x.T, alpha=1 - beta)
+def weight_of(beta: float) -> float:
+    """Return what is added of a new value to an average, or, with a decay of 1, to a sum."""
+    return 1 - beta if beta < 1 else 1.0
 
 
-def has_turn(group: dict[str, Any], context: UnitContext, block: BlockPlace, step: int) -> bool:
-    """Return whether a block is decomposed in a step, the number of one since the start: blocks
-    take turns, so that no step is much longer than others."""
-    return (step - context.index - block.number) % group["precondition_frequency"] == 0
+def correction_of(beta: float, step: int) -> float:
+    """Return what an average that started at zero is divided by after `step` steps; a sum, by 1."""
+    return 1 - beta**step if beta < 1 else 1.0
 
 
-def count_failure(
-    context: UnitContext, block: BlockPlace, *, failed: bool, what: str, cure: str
+def turns(group: dict[str, Any], context: UnitContext, strip: Strip, step: int) -> tuple[int, ...]:
+    """Return which blocks of a strip are decomposed in a step, the number of one since the start:
+    blocks take turns, so that no step is much longer than others."""
+    return tuple(
+        i
+        for i, number in enumerate(strip.numbers)
+        if (step - context.index - number) % group["precondition_frequency"] == 0
+    )
+
+
+def picked(tensors: Tensor, places: Sequence[int]) -> Tensor:
+    """Return some of stacked tensors, without the host telling a device which."""
+    if len(places) == len(tensors):
+        return tensors
+    return torch.stack([tensors[i] for i in places])
+
+
+def keep_found(tensors: Tensor, places: Sequence[int], values: Tensor, found: Tensor) -> None:
+    """Write `values`, which `picked` would return, where they were `found`, (places,) bool."""
+    for i, value, there in zip(places, values, found, strict=True):
+        tensors[i].copy_(torch.where(there, value, tensors[i]))
+
+
+def count_failures(
+    context: UnitContext, strip: Strip, places: Sequence[int], failed: Tensor, what: str, cure: str
 ) -> None:
-    """Count how often in a row `what` of a block failed; too often is the end of the run."""
-    failures, number = context.states["failures"], block.number
-    failures[number] = failures[number] + 1 if failed else 0
-    if failed and failures[number] > _MOST_FAILURES:
-        context.fail(
-            f"the {what} of block {number} failed {int(failures[number])} times in a row; {cure}"
-        )
+    """Count how often in a row `what` of blocks failed, (places,) bool; too often is the end of
+    the run."""
+    failures = strip.counts(context.states["failures"])
+    counts = torch.where(failed, picked(failures, places) + 1, 0)
+    keep_found(failures, places, counts, torch.ones_like(failed))
+    for i, count in zip(places, counts, strict=True):
+        text = f"the {what} of block {strip.numbers[i]} failed more than {_MOST_FAILURES} times in"
+        context.fail(f"{text} a row; {cure}", count > _MOST_FAILURES)
 
 
 class BlockedAlgorithm(MatrixAlgorithm):
@@ -189,9 +251,10 @@ class BlockedAlgorithm(MatrixAlgorithm):
         """Return the multiply-adds of a mean step: products with factors, and their decomposition
         once in `precondition_frequency` steps."""
         work = 0
-        for block in block_places(rows, cols, group["block_size"]):
-            r, c = block.rows.stop - block.rows.start, block.cols.stop - block.cols.start
-            work += (r**3 + c**3) // group["precondition_frequency"] + 3 * r * c * (r + c)
+        for strip in strips(rows, cols, group["block_size"]):
+            r, c = strip.shape
+            roots = (r**3 + c**3) // group["precondition_frequency"]
+            work += len(strip.numbers) * (roots + 3 * r * c * (r + c))
         return work
 
 

@@ -398,8 +398,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         rule = self._nonfinite
         steps = working.steps.tolist() if rule.choice != "ignore" else ()
         pieces = (piece for span in working.spans for piece in span.gradients(grads, steps))
-        failures = [f"{m.fqn}: {text}" for m in working.keepers for text in m.failures]
-        skip = rule.decide(pieces, working.peers, failures if working.keepers else None)
+        skip = rule.decide(pieces, working.peers, working.failures)
         if rule.choice == "raise" and skip:
             names = [
                 member.fqn

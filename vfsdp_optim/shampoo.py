@@ -1,7 +1,7 @@
 """Shampoo: blocks of the gradient, preconditioned from both sides by the running averages of their
 products."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,18 +19,22 @@ from vfsdp_optim.algorithm import (
 from vfsdp_optim.blocked import (
     SIDES,
     BlockedAlgorithm,
-    BlockPlace,
     BlockSize,
+    Strip,
     average_products,
-    block_places,
-    count_failure,
+    blocks_in,
+    correction_of,
+    count_failures,
     factor_shapes,
-    has_turn,
-    part_of,
+    keep_found,
+    picked,
     refuse_ignore,
+    strips,
+    turns,
+    weight_of,
 )
 from vfsdp_optim.matrix_optimizer import MatrixOptimizer
-from vfsdp_optim.matrix_roots import inverse_root
+from vfsdp_optim.matrix_roots import inverse_roots
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.states.scratch import Scratch
 
@@ -71,7 +75,7 @@ class ShampooAlgorithm(BlockedAlgorithm):
             states["exp_avg_sq"] = UnitState(shape, compressible=True, nonnegative=True)
         for side, whole in zip(SIDES, factor_shapes(*shape, group["block_size"]), strict=True):
             states[side], states[f"{side}_root"] = UnitState(whole), UnitState(whole)
-        count = len(block_places(*shape, group["block_size"]))
+        count = blocks_in(*shape, group["block_size"])
         states["ready"] = UnitState((count,), nonnegative=True)
         states["failures"] = UnitState((count,), nonnegative=True)
         return states
@@ -82,20 +86,24 @@ class ShampooAlgorithm(BlockedAlgorithm):
         """Return the preconditioned average of gradients, (m, n), each block as long as what is
         grafted."""
         beta1, beta2 = (float(beta) for beta in group["betas"])
-        mean = context.states["exp_avg"].lerp_(matrix, 1 - beta1) / (1 - beta1**context.step)
+        states, step = context.states, context.step
+        mean = states["exp_avg"].lerp_(matrix, 1 - beta1) / (1 - beta1**step)
         graft = self._graft(group, matrix, mean, context)
         update = torch.empty_like(mean)
-        for block in block_places(*matrix.shape, group["block_size"]):
-            place = block.rows, block.cols
-            average_products(context, block, matrix[place], beta2)
-            if _is_due(group, context, block):
-                self._refresh(group, block, context, 1 - beta2**context.step)
-            left, right = (part_of(context, f"{side}_root", block) for side in SIDES)
-            update[place] = _grafted(
-                left @ mean[place] @ right,
-                mean[place],
-                None if graft is None else graft[place],
-                context.states["ready"][block.number],
+        for strip in strips(*matrix.shape, group["block_size"]):
+            average_products(states, strip, strip.of(matrix), beta2)
+            due = _due(group, context, strip)
+            if due:
+                self._refresh(group, strip, due, context, correction_of(beta2, step))
+            left, right = (strip.factors(states[f"{side}_root"], side) for side in SIDES)
+            blocks = strip.of(mean)
+            strip.of(update).copy_(
+                _grafted(
+                    left @ blocks @ right,
+                    blocks,
+                    None if graft is None else strip.of(graft),
+                    strip.counts(states["ready"]),
+                )
             )
         return update
 
@@ -106,47 +114,58 @@ class ShampooAlgorithm(BlockedAlgorithm):
         if group["grafting"] != "adam":
             return mean if group["grafting"] == "sgd" else None
         beta2 = float(group["betas"][1])
-        square = context.states["exp_avg_sq"].mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-        return mean / (square / (1 - beta2**context.step)).sqrt_().add_(group["eps"])
+        square = context.states["exp_avg_sq"].mul_(beta2)
+        square.addcmul_(grad, grad, value=weight_of(beta2))
+        return mean / (square / correction_of(beta2, context.step)).sqrt_().add_(group["eps"])
 
     def _refresh(
-        self, group: dict[str, Any], block: BlockPlace, context: UnitContext, correction: float
+        self,
+        group: dict[str, Any],
+        strip: Strip,
+        due: Sequence[int],
+        context: UnitContext,
+        correction: float,
     ) -> None:
-        """Compute the roots of a block; keep the last ones where that fails."""
-        factors = [part_of(context, side, block) for side in SIDES]
-        roots = [
-            inverse_root(factor / correction, 4, group["eps"] ** 2, group["root"])
-            for factor in factors
-        ]
-        found = [root for root in roots if root is not None]
-        if len(found) == len(SIDES):
-            for side, root in zip(SIDES, found, strict=True):
-                part_of(context, f"{side}_root", block).copy_(root)
-            context.states["ready"][block.number] = 1
+        """Compute the roots of the blocks that are due; keep the last ones where that fails."""
+        states = context.states
+        factors = [picked(strip.factors(states[side], side), due) for side in SIDES]
+        roots, each_found = zip(
+            *(
+                inverse_roots(factor / correction, 4, group["eps"] ** 2, group["root"])
+                for factor in factors
+            ),
+            strict=True,
+        )
+        found = each_found[0] & each_found[1]
+        for side, root in zip(SIDES, roots, strict=True):
+            keep_found(strip.factors(states[f"{side}_root"], side), due, root, found)
+        keep_found(strip.counts(states["ready"]), due, torch.ones_like(found), found)
         # Without a gradient yet there is nothing to decompose.
-        failed = len(found) < len(SIDES) and bool(factors[0].any())
+        failed = ~found & factors[0].flatten(1).any(dim=1)
         cure = 'raise eps, or pass root="eigh"'
-        count_failure(context, block, failed=failed, what="roots", cure=cure)
+        count_failures(context, strip, due, failed, what="roots", cure=cure)
 
 
-def _is_due(group: dict[str, Any], context: UnitContext, block: BlockPlace) -> bool:
-    """Return whether a block's roots are computed in this step.
+def _due(group: dict[str, Any], context: UnitContext, strip: Strip) -> Sequence[int]:
+    """Return the blocks of a strip whose roots are computed in this step.
 
     Until its first turn a block is updated by what is grafted; without grafting all have their
     first turn at the start.
     """
     steps = context.step - (group["start_preconditioning_step"] or 1)
     if group["grafting"] is None and steps == 0:
-        return True
-    return steps >= 0 and has_turn(group, context, block, steps)
+        return range(len(strip.numbers))
+    return turns(group, context, strip, steps) if steps >= 0 else ()
 
 
 def _grafted(update: Tensor, mean: Tensor, graft: Tensor | None, ready: Tensor) -> Tensor:
-    """Return a block's update with the length of the one that is grafted; that one, or without it
-    the mean of gradients, as long as there are no roots."""
+    """Return the updates of blocks, (blocks, rows, cols), with the length of those that are
+    grafted; these, or without them the means of gradients, as long as there are no roots."""
+    has_roots = (ready > 0)[:, None, None]
     if graft is None:
-        return torch.where(ready > 0, update, mean)
-    return torch.where(ready > 0, update * (graft.norm() / (update.norm() + 1e-16)), graft)
+        return torch.where(has_roots, update, mean)
+    lengths = (torch.linalg.matrix_norm(x, keepdim=True) for x in (graft, update))
+    return torch.where(has_roots, update * (next(lengths) / (next(lengths) + 1e-16)), graft)
 
 
 class Shampoo(MatrixOptimizer):

@@ -1,7 +1,7 @@
 """SOAP: Adam in the eigenbases of Shampoo's factors."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -19,22 +19,26 @@ from vfsdp_optim.algorithm import (
 from vfsdp_optim.blocked import (
     SIDES,
     BlockedAlgorithm,
-    BlockPlace,
     BlockSize,
+    Strip,
     average_products,
-    block_places,
-    count_failure,
+    blocks_in,
+    count_failures,
     factor_shapes,
-    has_turn,
-    part_of,
+    keep_found,
+    picked,
     refuse_ignore,
     sides,
+    strips,
+    turns,
 )
 from vfsdp_optim.matrix_optimizer import MatrixOptimizer
-from vfsdp_optim.matrix_roots import eigenbasis, next_eigenbasis
+from vfsdp_optim.matrix_roots import eigenbases, next_eigenbases
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
+
+_WHAT_FAILS = "eigenbases", "lower the learning rate"  # and the cure
 
 
 class SOAPAlgorithm(BlockedAlgorithm):
@@ -73,7 +77,7 @@ class SOAPAlgorithm(BlockedAlgorithm):
         wholes = dict(zip(SIDES, factor_shapes(*shape, size), strict=True))
         for side in _sides(group, *shape):
             states[side], states[f"{side}_basis"] = UnitState(wholes[side]), UnitState(wholes[side])
-        states["failures"] = UnitState((len(block_places(*shape, size)),), nonnegative=True)
+        states["failures"] = UnitState((blocks_in(*shape, size),), nonnegative=True)
         return states
 
     def decays(self, run: Run) -> bool:
@@ -92,45 +96,57 @@ class SOAPAlgorithm(BlockedAlgorithm):
         steps = context.step - 1  # the first only starts the factors
         factor_beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
         present = _sides(group, *matrix.shape)
-        for block in block_places(*matrix.shape, group["block_size"]):
-            place = block.rows, block.cols
-            grad = matrix[place]
-            bases = {side: part_of(context, f"{side}_basis", block) for side in present}
+        for strip in strips(*matrix.shape, group["block_size"]):
+            grad = strip.of(matrix)
+            bases = {side: strip.factors(context.states[f"{side}_basis"], side) for side in present}
             if steps:
-                turned = _turned(grad, bases)
-                square[place].mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
-                ratio = _turned(moment[place], bases) / square[place].sqrt().add_(group["eps"])
+                turned, squares = _turned(grad, bases), strip.of(square)
+                squares.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+                ratio = _turned(strip.of(moment), bases) / squares.sqrt().add_(group["eps"])
                 scale = math.sqrt(1 - beta2**steps) / (1 - beta1**steps)
-                update[place] = _turned(ratio, {s: b.T for s, b in bases.items()}).mul_(scale)
-            average_products(context, block, grad, factor_beta)  # after they were used
-            if not steps or has_turn(group, context, block, steps):
-                self._refresh(context, block, bases, first=not steps)
+                back = _turned(ratio, {side: basis.mT for side, basis in bases.items()})
+                strip.of(update).copy_(back.mul_(scale))
+            average_products(context.states, strip, grad, factor_beta)  # after they were used
+            if not steps:
+                self._start(context, strip, bases)
+            elif due := turns(group, context, strip, steps):
+                self._refresh(context, strip, due, bases)
         return update
 
-    def _refresh(
-        self, context: UnitContext, block: BlockPlace, bases: Mapping[str, Tensor], *, first: bool
-    ) -> None:
-        """Bring the bases of a block up to date; keep one where that fails.
-
-        A side without a basis yet, because all gradients were zero, is decomposed.
-        """
-        square = context.states["exp_avg_sq"][block.rows, block.cols]
-        failed = False
+    def _start(self, context: UnitContext, strip: Strip, bases: Mapping[str, Tensor]) -> None:
+        """Decompose the factors of all blocks; what fails starts from the original basis."""
+        everyone = range(len(strip.numbers))
+        failed = torch.zeros(
+            len(everyone), dtype=torch.bool, device=context.states["failures"].device
+        )
         for side, basis in bases.items():
-            factor = part_of(context, side, block)
-            if first or not bool(basis.any()):
-                found = eigenbasis(factor)
-                if found is not None:
-                    basis.copy_(found)
-                failed |= found is None
-                continue
-            result = next_eigenbasis(factor, basis)
-            failed |= result is None
-            if result is not None:
-                basis.copy_(result[0])
-                square.copy_(square[result[1]] if side == "left" else square[:, result[1]])
-        cure = "lower the learning rate"
-        count_failure(context, block, failed=failed, what="eigenbases", cure=cure)
+            first, found = eigenbases(strip.factors(context.states[side], side))
+            identity = torch.eye(first.shape[-1], device=first.device)
+            basis.copy_(torch.where(found[:, None, None], first, identity))
+            failed = failed | ~found
+        count_failures(context, strip, everyone, failed, *_WHAT_FAILS)
+
+    def _refresh(
+        self,
+        context: UnitContext,
+        strip: Strip,
+        due: Sequence[int],
+        bases: Mapping[str, Tensor],
+    ) -> None:
+        """Bring the bases of blocks up to date, and sort the averages of squares along; keep both
+        where that fails."""
+        squares = strip.of(context.states["exp_avg_sq"])
+        failed = torch.zeros(len(due), dtype=torch.bool, device=squares.device)
+        for side, basis in bases.items():
+            factors = picked(strip.factors(context.states[side], side), due)
+            turned, order, found = next_eigenbases(factors, picked(basis, due))
+            keep_found(basis, due, turned, found)
+            old = picked(squares, due)
+            dim = 1 if side == "left" else 2
+            places = order.unsqueeze(3 - dim).expand_as(old)
+            keep_found(squares, due, old.gather(dim, places), found)
+            failed = failed | ~found
+        count_failures(context, strip, due, failed, *_WHAT_FAILS)
 
 
 def _sides(group: dict[str, Any], rows: int, cols: int) -> list[str]:
@@ -139,11 +155,11 @@ def _sides(group: dict[str, Any], rows: int, cols: int) -> list[str]:
     return [side for side, length in lengths if length <= group["max_dim"]]
 
 
-def _turned(block: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
-    """Return a block in eigenbases, whose columns are eigenvectors."""
+def _turned(blocks: Tensor, bases: Mapping[str, Tensor]) -> Tensor:
+    """Return blocks, (blocks, rows, cols), in eigenbases, whose columns are eigenvectors."""
     if "left" in bases:
-        block = bases["left"].T @ block
-    return block @ bases["right"] if "right" in bases else block
+        blocks = bases["left"].mT @ blocks
+    return blocks @ bases["right"] if "right" in bases else blocks
 
 
 class SOAP(MatrixOptimizer):

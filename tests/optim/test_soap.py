@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vfsdp_optim import SOAP
-from vfsdp_optim.matrix_roots import next_eigenbasis
+from vfsdp_optim.matrix_roots import next_eigenbases
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
 
 LAYOUTS = ("ours", "negotiated", "fsdp2", "hsdp", "ours_hsdp", "replicated")
@@ -81,10 +81,11 @@ def test_steps_are_the_published_order_over_changes_of_bases(max_dim, sides):
 
 
 def test_columns_of_a_basis_are_sorted_when_eigenvalues_swap():
-    found = next_eigenbasis(torch.diag(torch.tensor([1.0, 5.0, 2.0])), torch.eye(3))
-    assert found is not None
-    assert found[1].tolist() == [1, 2, 0]
-    torch.testing.assert_close(found[0].abs(), torch.eye(3)[:, [1, 2, 0]])
+    swapped, bad = torch.diag(torch.tensor([1.0, 5.0, 2.0])), torch.full((3, 3), torch.inf)
+    bases, order, found = next_eigenbases(torch.stack([swapped, bad]), torch.eye(3).expand(2, 3, 3))
+    assert found.tolist() == [True, False]
+    assert order[0].tolist() == [1, 2, 0]
+    torch.testing.assert_close(bases[0].abs(), torch.eye(3)[:, [1, 2, 0]])
 
 
 def make_soap(module: nn.Module, **options) -> SOAP:

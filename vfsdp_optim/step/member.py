@@ -11,6 +11,7 @@ from sharding.checkpoint.names import plain_names
 from vfsdp_optim.parameters.param_shard import ParamShard
 from vfsdp_optim.states.formats import State, StateFormat, parts_of
 from vfsdp_optim.states.weights import Place, WeightRule, stream_of
+from vfsdp_optim.step.nonfinite import Failure
 
 
 @dataclass(slots=True, eq=False)
@@ -36,7 +37,8 @@ class Member:
         owners: by unit, the rank that has its states; () where units have none.
         nonnegative: keys of states that are never negative.
         views: keys of `Optimizer.state` -> what users see there of `states` and `unit_states`.
-        failures: of units that this rank computes, for the next step to raise.
+        failures: of units that this rank computes, for the next step to raise; one list for all
+            members of a working set.
         count: 0-d, steps of the parameter so far; None where they are not counted.
     """
 
@@ -58,7 +60,7 @@ class Member:
     owners: tuple[int, ...] = ()
     nonnegative: frozenset[str] = frozenset()
     views: dict[str, Tensor] = field(default_factory=dict)
-    failures: list[str] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
     count: Tensor | None = None
 
     def __post_init__(self) -> None:

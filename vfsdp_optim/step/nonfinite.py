@@ -7,12 +7,14 @@ written. On other devices `skip` does not wait for it: kernels run, and wherever
 their results are replaced by the values from before, run by run (`Run.chunks`) and matrix by matrix
 (`Job.apply`). Step counts are kept on the host: they advance at once, and are taken back when the
 flag, copied to pinned memory meanwhile, is read at the next look at the optimizer. `raise` has to
-read the flag in the step on every device, and so has every choice where units have states and can
-fail: the flag says that too. Where no parameter is sharded and no group of replicas is given there
+read the flag in the step on every device. The flag also says whether units have failed, in the step
+before: all ranks learn it from the same one, and so raise in the same step, where the host does not
+wait one later. Where no parameter is sharded and no group of replicas is given there
 is nobody to ask: each process decides for itself, and processes with equal gradients alike.
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,19 @@ from vfsdp_optim.parameters.param_shard import Ranks
 Skip = bool | Tensor
 CHOICES = ("ignore", "skip", "raise")
 _FAILED = 2.0  # the flag of a rank on which units have failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Failure:
+    """What went wrong for good with a unit, if it did.
+
+    Attributes:
+        text: names it.
+        happened: True, or 0-d bool on the unit's device.
+    """
+
+    text: str
+    happened: Tensor | bool = True
 
 
 class NonfiniteRule:
@@ -43,7 +58,8 @@ class NonfiniteRule:
         self.choice = choice
         self.host_devices = frozenset({"cpu"})
         self._skipped = 0
-        self._unread: tuple[Tensor, torch.Event | None, Tensor, Tensor] | None = None
+        self._unread: _Unread | None = None
+        self._failed: Sequence[Failure] | None = None  # of which the next step tells all ranks
 
     @property
     def skipped(self) -> int:
@@ -52,66 +68,69 @@ class NonfiniteRule:
         return self._skipped
 
     def decide(
-        self, grads: Iterable[Tensor], peers: Sequence[Ranks], failures: Sequence[str] | None = None
+        self,
+        grads: Iterable[Tensor],
+        peers: Sequence[Ranks],
+        failures: list[Failure] | None = None,
     ) -> Skip:
         """Return whether to leave the step out; a collective of each of `peers`.
 
         Args:
             grads: all gradients on this rank, in pieces of any shape; padding must be finite.
             peers: the ranks that hold parameters together, the same on each of them.
-            failures: of units on this rank, in the step before; they raise on all ranks. None where
-                no unit can fail, on any rank.
+            failures: of units on this rank, in the step before; they raise on all ranks, and are
+                taken out. None where no unit can fail, on any rank.
 
         Raises:
             RuntimeError: units of some rank have failed.
         """
+        if self._failed is not None:
+            failed, self._failed = self._failed, None
+            raise self.failed(failed, peers)
         if self.choice == "ignore":
             if failures is None:  # nobody is asked
                 return False
             grads = ()
-        flag = _reduced(_any_nonfinite(grads, peers, failed=bool(failures)), peers)
-        # Read by all ranks or by none: those that know of no failure would not raise with the rest.
-        if failures is not None and float(flag) >= _FAILED:
-            raise self.failed(failures, peers)
-        if self.choice == "ignore":
-            return False
-        flag = flag > 0
-        if self.choice == "skip" and flag.device.type not in self.host_devices:
-            return flag
-        skip = bool(flag)
+        recent = list(failures or ())
+        if failures:
+            failures.clear()
+        flag = _reduced(_verdict(grads, peers, recent), peers)
+        if self.choice != "raise" and flag.device.type not in self.host_devices:
+            self._unread = _Unread(flag, recent)
+            return flag > 0 if self.choice == "skip" else False
+        # Read by all ranks: those that know of no failure raise with the rest.
+        worst = float(flag)
+        if worst >= _FAILED:
+            raise self.failed(recent, peers)
+        skip = worst > 0
         if skip and self.choice == "skip":
             self._skipped += 1
         return skip
 
     def count(self, skip: Skip, steps: Tensor, advance: Tensor) -> None:
         """Add `advance` to `steps`, to be taken back if the device knows better."""
-        before = steps.clone()  # and not their difference: a parameter may still leave the step
+        if isinstance(skip, Tensor) and self._unread is not None:
+            # And not their difference: a parameter may still leave the step.
+            self._unread.steps, self._unread.before = steps, steps.clone()
         steps.add_(advance)
-        if isinstance(skip, Tensor):
-            event = None
-            if skip.device.type != "cpu":
-                host_flag = skip.to("cpu", non_blocking=True)  # pinned
-                event = torch.accelerator.current_stream(skip.device).record_event()
-            else:
-                host_flag = skip
-            self._unread = host_flag, event, steps, before
 
     def settle(self) -> None:
         """Read the flag of the last step, if only the device knew it."""
         if self._unread is None:
             return
-        host_flag, event, steps, before = self._unread
-        self._unread = None
-        if event is not None:
-            event.synchronize()  # of a step ago: passed long since
-        if host_flag:
-            self._skipped += 1
-            steps.copy_(before)
+        unread, self._unread = self._unread, None
+        worst = unread.read()
+        if worst >= _FAILED:
+            # Raised by the next step: whoever looks at the optimizer may be alone.
+            self._failed = unread.failures
+        if worst > 0 and unread.steps is not None and unread.before is not None:
+            self._skipped += worst < _FAILED
+            unread.steps.copy_(unread.before)
 
     @staticmethod
-    def failed(failures: Sequence[str], peers: Sequence[Ranks]) -> RuntimeError:
+    def failed(failures: Sequence[Failure], peers: Sequence[Ranks]) -> RuntimeError:
         """Return the error of units that failed, the same on every rank."""
-        texts = list(failures)
+        texts = [failure.text for failure in failures if failure.happened]
         for ranks in peers:
             of_ranks: list[list[str]] = [[]] * ranks.size
             dist.all_gather_object(of_ranks, texts, group=ranks.group())
@@ -137,8 +156,36 @@ def undo(skip: Skip, old: Tensor, new: Tensor) -> None:
     torch.where(skip.to(new.device), old, new, out=new)
 
 
-def _any_nonfinite(
-    grads: Iterable[Tensor], peers: Sequence[Ranks], *, failed: bool = False
+class _Unread:
+    """A flag that the host has not read, on its way.
+
+    Args:
+        flag: 0-d, on a device.
+        failures: that are in it, those of this rank.
+
+    Attributes:
+        steps: counts that advanced; None if they stay anyway.
+        before: what they were.
+    """
+
+    def __init__(self, flag: Tensor, failures: Sequence[Failure]) -> None:
+        self.failures = failures
+        self.steps: Tensor | None = None
+        self.before: Tensor | None = None
+        self._flag, self._event = flag, None
+        if flag.device.type != "cpu":
+            self._flag = flag.to("cpu", non_blocking=True)  # pinned
+            self._event = torch.accelerator.current_stream(flag.device).record_event()
+
+    def read(self) -> float:
+        """Return the flag; the event is of a step ago, and passed long since."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._flag)
+
+
+def _verdict(
+    grads: Iterable[Tensor], peers: Sequence[Ranks], failures: Sequence[Failure]
 ) -> Tensor:
     """Return a 0-dim float32, 1 if some element is not finite, or 2 where units have failed, where
     the ranks can reduce it."""
@@ -151,10 +198,19 @@ def _any_nonfinite(
     home = verdicts[0].device if verdicts else torch.device("cpu")
     if peers:
         home = torch.device(peers[0].device_type)
-    on_home = [verdict.to(home) for verdict in verdicts]
-    if failed:
-        return torch.full((), _FAILED, device=home)
-    return (torch.stack(on_home).any() if on_home else torch.zeros((), device=home)).float()
+    flag = _any_of(verdicts, home).float()
+    if failures:
+        happened = [f.happened for f in failures if isinstance(f.happened, Tensor)]
+        certain = any(f.happened is True for f in failures)
+        worst = torch.full((), _FAILED, device=home) * (_any_of(happened, home) | certain)
+        return torch.maximum(flag, worst)
+    return flag
+
+
+def _any_of(verdicts: Sequence[Tensor], home: torch.device) -> Tensor:
+    if not verdicts:
+        return torch.zeros((), dtype=torch.bool, device=home)
+    return torch.stack([verdict.to(home) for verdict in verdicts]).any()
 
 
 def _reduced(flag: Tensor, peers: Sequence[Ranks]) -> Tensor:

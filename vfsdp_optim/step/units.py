@@ -23,7 +23,7 @@ from vfsdp_optim.states.formats import parts_of
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.member import Member
-from vfsdp_optim.step.nonfinite import Skip, undo
+from vfsdp_optim.step.nonfinite import Failure, Skip, undo
 from vfsdp_optim.step.runs import pieces
 
 
@@ -137,7 +137,7 @@ class Job:
         """Hand out what the update of each matrix may know, and keep what it writes."""
         count = self.member.count
         step = 0 if count is None else int(count)
-        specs, fail = self.unit_states, self.member.failures.append
+        specs = self.unit_states
         states = {key: self.member.unit_states[f"{key}.{self.number}"] for key in specs}
         parts = parts_of(states)
         kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
@@ -145,13 +145,16 @@ class Job:
         whole = {key: numbers[key].view(spec.shape) for key, spec in specs.items()}
         batch = self.unit.batch
         yield [
-            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole, fail)
+            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole, self._fail)
             for i in range(batch)
         ]
         for key, state in states.items():
             state.close(numbers[key], (), scratch)
         for old, new in zip(kept, parts, strict=False):
             undo(skip, old, new)
+
+    def _fail(self, text: str, happened: Tensor | bool = True) -> None:
+        self.member.failures.append(Failure(f"{self.member.fqn}: {text}", happened))
 
     def apply(self, param: Tensor, update: Tensor, skip: Skip) -> None:
         """Add the update to the local elements; `param` is the local piece of the parameter,

@@ -18,6 +18,7 @@ from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.admission import check_update
 from vfsdp_optim.step.member import Member
+from vfsdp_optim.step.nonfinite import Failure
 from vfsdp_optim.step.runs import Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
 from vfsdp_optim.step.standing_state import (
@@ -40,7 +41,7 @@ class WorkingSet:
         spans: the same, by where they lie.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
-        keepers: the members whose units have states.
+        failures: of units since the last step; None where no unit has states.
         sharded: the parameters that are sharded by fully_shard of this library.
         peers: the ranks that hold members together, in the order of the groups.
         standing: what it left in `Optimizer.state`; see [Note: state that users write].
@@ -55,7 +56,7 @@ class WorkingSet:
     spans: list[Span]
     steps: Tensor
     counting: list[bool]
-    keepers: list[Member]
+    failures: list[Failure] | None
     sharded: list[Tensor]
     peers: list[Ranks]
     standing: Standing
@@ -129,7 +130,11 @@ def make_working_set(
     sharded: list[Tensor] = [m.param for m in members if isinstance(m.param, RaggedDTensor)]
     left, logs = leave(states, made), logs_of(sharded)
     keepers = [member for member in members if member.unit_states]
-    found = members, spans, steps, counting, keepers, sharded, peers, left, logs
+    failures: list[Failure] = []
+    for member in keepers:
+        member.failures = failures
+    of_units = failures if keepers else None
+    found = members, spans, steps, counting, of_units, sharded, peers, left, logs
     return WorkingSet(*found, untouched=untouched)
 
 
