@@ -56,6 +56,7 @@ ORDER = {
         "module_state",
         "arguments",
         "given_cuts",
+        "wishes",
         "fsdp_module",
         "fully_shard",
     ],

@@ -77,21 +77,8 @@ def check_modules(modules: Sequence[nn.Module]) -> None:
             raise ValueError(f"fully_shard got {name} twice in its list; pass each module once")
 
 
-def check_options(
-    shard_placement_fn: object,
-    dp_mesh_dims: object,
-    mp_policy: object,
-    offload_policy: object,
-    structure: object,
-    optimizer: object,
-    resident_padding: object,
-) -> None:
+def check_options(dp_mesh_dims: object, mp_policy: object, offload_policy: object) -> None:
     """Refuse values of the wrong type, and valid requests that are not supported."""
-    if shard_placement_fn is not None and not callable(shard_placement_fn):
-        raise TypeError(
-            f"shard_placement_fn: expected a function parameter -> Shard or None, got "
-            f"{shard_placement_fn!r}"
-        )
     if dp_mesh_dims is not None:
         raise NotImplementedError(
             f"dp_mesh_dims={dp_mesh_dims!r} is not supported; distribute parameters over the dims "
@@ -108,27 +95,6 @@ def check_options(
         dtype = getattr(mp_policy, key)
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise ValueError(f"mp_policy: {key}: expected a floating dtype or None, got {dtype!r}")
-    if structure is not None and not callable(structure):
-        raise TypeError(
-            f"structure: expected a function (fqn, parameter) -> Structure or None, got "
-            f"{structure!r}; for one structure use lambda fqn, parameter: {structure!r}"
-        )
-    needed = ("demands", "group_of", "rebind", "param_groups")
-    if optimizer is not None and not all(hasattr(optimizer, name) for name in needed):
-        raise TypeError(
-            f"optimizer: expected one that declares structure ({', '.join(needed)}), such as "
-            f"vfsdp_optim.AdamW, got {type(optimizer).__name__}; build others after fully_shard"
-        )
-    if isinstance(resident_padding, bool) or not isinstance(resident_padding, (int, float)):
-        raise TypeError(
-            f"resident_padding: expected a fraction of the bucket such as 0.02, got "
-            f"{resident_padding!r}"
-        )
-    if not resident_padding >= 0:
-        raise ValueError(
-            f"resident_padding: expected a fraction of the bucket, 0 or more, got "
-            f"{resident_padding!r}; 0.02 allows 2 %, 0 pads nothing for residency"
-        )
 
 
 def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 from sharding.fsdp.arguments import (
+    Site,
     check_modules,
     check_optimizer,
     check_options,
@@ -23,7 +24,6 @@ from sharding.fsdp.arguments import (
     checked_ignored,
     checked_mesh,
     checked_reshard,
-    checked_structure,
     class_name,
     mesh_device,
     modules_of_this_call,
@@ -33,21 +33,16 @@ from sharding.fsdp.arguments import (
 )
 from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket
-from sharding.fsdp.forms import TorchForm
 from sharding.fsdp.fsdp_module import become_fsdp
-from sharding.fsdp.given_cuts import chunk_of, given_cut, local_of
+from sharding.fsdp.given_cuts import local_of
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
 from sharding.fsdp.originals import mark_sharded, watch_optimizers
-from sharding.planning.negotiation import ParamSpec, negotiate
-from sharding.planning.plan_file import PlanSource, planned_bucket
-from sharding.planning.structure import DeclaresStructure, Demand, Structure
+from sharding.fsdp.wishes import RESIDENT_PADDING, LayoutWishes, StructureFn
+from sharding.planning.plan_file import PlanSource
+from sharding.planning.structure import DeclaresStructure
 from sharding.transport.axes import shard_size
 from sharding.transport.debug import checksums
-
-StructureFn = Callable[[str, nn.Parameter], Structure | None]
-
-_RESIDENT_PADDING = 0.02
 
 ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
 
@@ -65,7 +60,7 @@ def fully_shard(
     dp_mesh_dims: Any = None,
     optimizer: DeclaresStructure | None = None,
     structure: StructureFn | None = None,
-    resident_padding: float = _RESIDENT_PADDING,
+    resident_padding: float = RESIDENT_PADDING,
     plan: PlanSource | None = None,
 ) -> ModuleOrList:
     """Shard the parameters of `module` over `mesh`, in place; they become one bucket.
@@ -122,15 +117,9 @@ def fully_shard(
     """
     modules = module if isinstance(module, list) else [module]
     check_modules(modules)
-    check_options(
-        shard_placement_fn,
-        dp_mesh_dims,
-        mp_policy,
-        offload_policy,
-        structure,
-        optimizer,
-        resident_padding,
-    )
+    check_options(dp_mesh_dims, mp_policy, offload_policy)
+    wishes = LayoutWishes(optimizer, structure, shard_placement_fn, resident_padding, plan)
+    wishes.check()
     mesh = checked_mesh(mesh)
     reshard = checked_reshard(reshard_after_forward, shard_size(mesh))
     ignored = checked_ignored(ignored_params)
@@ -139,52 +128,8 @@ def fully_shard(
     check_optimizer(optimizer)
     bucket, beginnings = None, None
     if sites:
-        originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
-        cuts = {
-            i: cut
-            for i, (fqn, each) in enumerate(originals.items())
-            if (cut := given_cut(fqn, each, mesh, shard_placement_fn)) is not None
-        }
-        name, ranks = ", ".join(map(class_name, modules)), shard_size(mesh)
-        specs = [
-            _spec_of_cut(fqn, each, cuts[i], ranks, structure)
-            if i in cuts
-            else _spec(fqn, each, optimizer, structure)
-            for i, (fqn, each) in enumerate(originals.items())
-        ]
-        if plan is not None and cuts:
-            raise NotImplementedError(
-                f"{specs[min(cuts)].fqn} has a cut that was given, by tensor parallelism or "
-                f"shard_placement_fn, and plan= has another; pass one of them"
-            )
-        if plan is None:
-            layout = negotiate(name, specs, ranks, resident_padding=resident_padding)
-        elif resident_padding != _RESIDENT_PADDING:
-            raise ValueError(
-                f"resident_padding={resident_padding!r} shapes a layout, and plan= is one; make "
-                f"the plan with --resident-padding {resident_padding!r}, and pass plan= alone"
-            )
-        else:
-            layout = planned_bucket(plan, name, specs, ranks)
-        bucket = Bucket(
-            layout,
-            list(sites.values()),
-            mesh=mesh,
-            mp_policy=mp_policy,
-            device=storage_device(originals, mesh),
-            cuts=cuts,
-        )
-        given = {fqn: local_of(original) for fqn, original in originals.items()}
-        bucket.initial_values = checksums(given)
-        beginnings = Beginnings(given, [each.piece for each in bucket.parameters])
-        if optimizer is not None:  # it may refuse, and then no module has changed
-            sharded = [parameter.sharded for parameter in bucket.parameters]
-            optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
-        bucket.slots.fill()
-        bucket.originals = [weakref.ref(original) for original in originals.values()]
-        watch_optimizers()
-        for fqn, original in originals.items():
-            mark_sharded(original, fqn)
+        name = ", ".join(map(class_name, modules))
+        bucket, beginnings = _make_bucket(name, sites, mesh, mp_policy, wishes)
     _move_buffers(modules, mesh_device(mesh))
     state = ModuleState(
         modules,
@@ -205,38 +150,32 @@ def fully_shard(
 cast(Any, fully_shard).state = state_of
 
 
-def _spec(
-    fqn: str,
-    parameter: nn.Parameter,
-    optimizer: DeclaresStructure | None,
-    structure: StructureFn | None,
-) -> ParamSpec:
-    """Everything the negotiation may know of a parameter: logical shape, dtype and demands."""
-    demands: list[Demand] = []
-    if structure is not None and (declared := structure(fqn, parameter)) is not None:
-        demands.append(Demand(checked_structure(fqn, declared), "stored", "structure="))
-    group_key = ""
-    if optimizer is not None:
-        demands.extend(optimizer.demands(parameter))
-        number = optimizer.group_of(parameter)
-        group_key = "" if number is None else str(number)
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    shape, trainable = tuple(parameter.shape), parameter.requires_grad
-    return ParamSpec(fqn, shape, dtype, tuple(demands), group_key, trainable)
-
-
-def _spec_of_cut(
-    fqn: str, parameter: nn.Parameter, cut: TorchForm, ranks: int, structure: StructureFn | None
-) -> ParamSpec:
-    """Return the same of a parameter whose cut was given: nothing else can shape it."""
-    if structure is not None and (declared := structure(fqn, parameter)) is not None:
-        raise ValueError(
-            f"{fqn} has a cut that was given, by tensor parallelism or shard_placement_fn, and "
-            f"structure= declares {declared!r} for it; return None for one of them"
-        )
-    dtype = str(parameter.dtype).removeprefix("torch.")
-    chunk = chunk_of(cut, ranks)
-    return ParamSpec(fqn, cut.stored, dtype, trainable=parameter.requires_grad, chunk=chunk)
+def _make_bucket(
+    name: str,
+    sites: dict[str, list[Site]],
+    mesh: DeviceMesh,
+    mp_policy: MixedPrecisionPolicy,
+    wishes: LayoutWishes,
+) -> tuple[Bucket, Beginnings]:
+    """Shard the parameters at `sites`, and have the optimizer hold the shards in their place."""
+    originals = {fqn: parameter_at(held[0]) for fqn, held in sites.items()}
+    cuts = wishes.given_cuts(originals, mesh)
+    layout = wishes.layout(name, originals, cuts, shard_size(mesh))
+    device = storage_device(originals, mesh)
+    held = list(sites.values())
+    bucket = Bucket(layout, held, mesh=mesh, mp_policy=mp_policy, device=device, cuts=cuts)
+    given = {fqn: local_of(original) for fqn, original in originals.items()}
+    bucket.initial_values = checksums(given)
+    beginnings = Beginnings(given, [each.piece for each in bucket.parameters])
+    if wishes.optimizer is not None:  # it may refuse, and then no module has changed
+        sharded = [parameter.sharded for parameter in bucket.parameters]
+        wishes.optimizer.rebind(dict(zip(originals.values(), sharded, strict=True)))
+    bucket.slots.fill()
+    bucket.originals = [weakref.ref(original) for original in originals.values()]
+    watch_optimizers()
+    for fqn, original in originals.items():
+        mark_sharded(original, fqn)
+    return bucket, beginnings
 
 
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
