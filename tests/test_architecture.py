@@ -17,8 +17,8 @@ ROOT = Path(__file__).parents[1]
 ORDER = {
     "sharding": ["planning", "transport", "tensor", "checkpoint", "fsdp", "report", "__init__"],
     "sharding.planning": (
-        "granule bounds orders search planner segments holders ownership structure negotiation "
-        "plan_file"
+        "cuts granule bounds orders search planner segments holders ownership structure "
+        "negotiation plan_file"
     ).split(),
     "sharding.transport": (
         "axes backends collectives agreement debug gradient_marks exchange"
@@ -132,6 +132,7 @@ ORDER = {
 ROOMS = [folder for folder, names in ORDER.items() if "__init__" not in names]
 # These hold integers and import no torch.
 PURE = [
+    "sharding.planning.cuts",
     "sharding.planning.granule",
     "sharding.planning.bounds",
     "sharding.planning.orders",

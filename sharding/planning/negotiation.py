@@ -12,7 +12,7 @@ moves less within the tolerated padding. Each attempt is a plan; their number is
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from hashlib import blake2b
@@ -117,26 +117,20 @@ class BucketPlan:
 
     def moved_numel_of(self, i: int) -> int:
         """Return elements of `params[i]` that travel to the rank that holds most of their unit."""
-        which, index = self.location[i]
-        shard, offset = self.segments[which].shard_numel, self.segments[which].offsets[index]
-        moved = 0
-        for unit in self.params[i].step_units:
-            start, stop = offset + unit.start, offset + unit.start + unit.numel
-            first, last = start // shard, (stop - 1) // shard
-            if first < last:
-                head, tail = (first + 1) * shard - start, stop - last * shard
-                moved += unit.numel - (shard if last - first > 1 else max(head, tail))
-        return moved
+        return sum(
+            unit.numel - max(stop - start for _, start, stop in held)
+            for unit, held in zip(self.params[i].step_units, self._held_parts(i), strict=True)
+        )
 
     def unit_verdicts(self, i: int) -> tuple[bool, ...]:
         """Return whether each of `params[i].step_units` is resident."""
+        return tuple(len(held) == 1 for held in self._held_parts(i))
+
+    def _held_parts(self, i: int) -> Iterator[tuple[tuple[int, int, int], ...]]:
+        """Yield who holds what of each of `params[i].step_units`, as `SegmentPlan.ranges` does."""
         which, index = self.location[i]
-        segment = self.segments[which]
-        shard, offset = segment.shard_numel, segment.offsets[index]
-        return tuple(
-            (offset + unit.start) // shard == (offset + unit.start + unit.numel - 1) // shard
-            for unit in self.params[i].step_units
-        )
+        for unit in self.params[i].step_units:
+            yield self.segments[which].ranges(index, unit.start, unit.start + unit.numel)
 
     def describe(self) -> str:
         """Return the whole plan as text, one fact a line: equal plans have equal text, and only

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from sharding.planning.bounds import least_shard
+from sharding.planning.cuts import held_parts
 from sharding.planning.granule import Cells, Granule
 from sharding.planning.orders import starts_of
 from sharding.planning.search import solve
@@ -103,14 +104,11 @@ class SegmentPlan:
             >>> plan_segment((TensorSpec("a", 900), TensorSpec("b", 300)), 2).ranges(0)
             ((0, 0, 768), (1, 768, 900))
         """
-        offset, shard = self.offsets[i], self.shard_numel
+        offset = self.offsets[i]
         stop = self.tensors[i].numel if stop is None else stop
-        if start >= stop:
-            return ()
-        ranks = range((offset + start) // shard, (offset + stop - 1) // shard + 1)
-        return tuple(
-            (r, max(start, r * shard - offset), min(stop, (r + 1) * shard - offset)) for r in ranks
-        )
+        runs = ((self.shard_numel, self.world_size),)
+        parts = held_parts(runs, offset + start, offset + stop)
+        return tuple((rank, first - offset, last - offset) for rank, first, last in parts)
 
 
 def place(

@@ -13,6 +13,8 @@ from typing import overload
 
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.planning.cuts import PieceRuns
+
 RankRuns = tuple[tuple[int, int], ...]  # (units, number of consecutive ranks that hold so many)
 
 # Longer lists of local_units are shown by their runs.
@@ -150,6 +152,12 @@ class RaggedShard(Placement):
     def local_units(self) -> tuple[int, ...]:
         """Units of every rank; derived, and as long as there are ranks."""
         return tuple(units for units, ranks in self._runs for _ in range(ranks))
+
+    @property
+    def piece_runs(self) -> PieceRuns:
+        """(elements of a piece, consecutive ranks that have such); the last piece of a tensor ends
+        with it."""
+        return tuple((units * self._unit_numel, ranks) for units, ranks in self._runs)
 
     @property
     def world_size(self) -> int:

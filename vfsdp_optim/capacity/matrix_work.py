@@ -15,7 +15,7 @@ from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.transport.exchange import slot_numels
 from vfsdp_optim.capacity.optimizers import BlockOptimizer
 from vfsdp_optim.capacity.update_scratch import Need, Needs, most, unit_scratch
-from vfsdp_optim.step.units import Job
+from vfsdp_optim.step.units import Job, held_unit
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,13 +103,11 @@ def _units(
     for i, jobs in sorted(block.optimizer.jobs.items()):
         which, index = block.plan.location[i]
         segment = block.plan.segments[which]
-        for number, job in enumerate(jobs):
+        for job in jobs:
             if block.optimizer.wire(job) != wire:
                 continue
             start, stop = job.unit.start, job.unit.start + job.unit.numel
-            holders = tuple((rank, b - a) for rank, a, b in segment.ranges(index, start, stop))
-            fqn = job.member.fqn
-            spec = HeldUnit(fqn, number, job.unit.numel, job.cost, holders, grid)
+            spec = held_unit(job, segment.ranges(index, start, stop), grid)
             result.append((block.optimizer, job, spec))
     return result
 

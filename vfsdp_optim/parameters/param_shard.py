@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.planning.cuts import PieceRuns, piece_runs
 from sharding.planning.holders import Grid
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
@@ -151,6 +152,7 @@ class ParamShard:
         all_bounds: by shard, its range of the flattened parameter; they tile it. None where shards
             are no ranges.
         bounds: of this rank.
+        runs: the sizes of the ranges, and of how many shards in a row; () where there are none.
     """
 
     param: Tensor
@@ -158,6 +160,7 @@ class ParamShard:
     grid: Grid | None
     all_bounds: Sequence[Range] | None
     bounds: Range | None
+    runs: PieceRuns
 
     @staticmethod
     def of(param: Tensor, fqn: str, replicas: Ranks | None = None) -> ParamShard:
@@ -176,7 +179,7 @@ class ParamShard:
         if not isinstance(param, DTensor):
             whole = (0, param.numel())
             grid = None if replicas is None else Grid(1, replicas.size)
-            return ParamShard(param, replicas, grid, (whole,), whole)
+            return ParamShard(param, replicas, grid, (whole,), whole, ((param.numel(), 1),))
         mesh, placements = param.device_mesh, param.placements
         coordinate = mesh.get_coordinate()
         if coordinate is None:
@@ -198,10 +201,11 @@ class ParamShard:
             for axis, placement in enumerate(placements)
             if not placement.is_replicate() and mesh.size(axis) > 1
         ]
-        all_bounds = _tiling(param, [(placements[axis], mesh.size(axis)) for axis in cut])
+        tiling = _tiling(param, [(placements[axis], mesh.size(axis)) for axis in cut])
         adjacent = cut == list(range(cut[0], cut[-1] + 1)) if cut else True
-        if all_bounds is None or not adjacent:
-            return ParamShard(param, ranks, None, None, None)
+        if tiling is None or not adjacent:
+            return ParamShard(param, ranks, None, None, None, ())
+        all_bounds, runs = tiling
         shards = prod(mesh.size(axis) for axis in cut)
         inner = range(cut[-1] + 1, mesh.ndim) if cut else range(0)
         grid = Grid(shards, mesh.size() // shards, prod(mesh.size(axis) for axis in inner))
@@ -215,7 +219,7 @@ class ParamShard:
                 f"{placements} of shape {tuple(param.shape)} (cut as torch.chunk does), got "
                 f"{param._local_tensor.numel()}; shard the model with vfsdp_optim.fully_shard"
             )
-        return ParamShard(param, ranks, grid, all_bounds, (start, stop))
+        return ParamShard(param, ranks, grid, all_bounds, (start, stop), runs)
 
     def check_has_ranges(self, fqn: str) -> tuple[Sequence[Range], Range]:
         """Return `all_bounds` and `bounds`, which matrices are found by.
@@ -361,18 +365,21 @@ def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
     return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
 
 
-def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[Range] | None:
-    """Return every shard's range of the flattened parameter, None where shards are no ranges.
+def _tiling(
+    param: DTensor, cuts: Sequence[tuple[Placement, int]]
+) -> tuple[Sequence[Range], PieceRuns] | None:
+    """Return every shard's range of the flattened parameter and the runs of their sizes; None
+    where shards are no ranges.
 
     Args:
         param: the parameter.
         cuts: (placement, size) of the axes of its mesh that cut it, in the order of the mesh.
     """
     if not cuts:
-        return [(0, param.numel())]
+        return [(0, param.numel())], ((param.numel(), 1),)
     first = cuts[0][0]
     if isinstance(first, RaggedShard) and len(cuts) == 1:
-        return first.ranges(param.numel())
+        return first.ranges(param.numel()), first.piece_runs
     if not isinstance(first, Shard) or any(placement != first for placement, _ in cuts):
         return None
     dim = first.dim % param.dim()
@@ -383,12 +390,15 @@ def _tiling(param: DTensor, cuts: Sequence[tuple[Placement, int]]) -> Sequence[R
 
 
 @lru_cache(maxsize=1024)
-def _row_ranges(rows: int, row_numel: int, sizes: tuple[int, ...]) -> Sequence[Range]:
-    """Return the ranges of rows cut by one mesh axis after another; equal parameters share them."""
+def _row_ranges(
+    rows: int, row_numel: int, sizes: tuple[int, ...]
+) -> tuple[Sequence[Range], PieceRuns]:
+    """Return the same of rows cut by one mesh axis after another; equal parameters share them."""
     pieces = [(0, rows)]
     for size in sizes:
         pieces = [piece for start, stop in pieces for piece in _chunks(start, stop, size)]
-    return tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
+    ranges = tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
+    return ranges, piece_runs(stop - start for start, stop in ranges)
 
 
 def _chunks(start: int, stop: int, count: int) -> list[Range]:

@@ -4,7 +4,6 @@ Touches local tensors when an update is computed or applied; communicates nothin
 shapes and layouts alone, so every rank of a group makes the same ones.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.planning.holders import HeldUnit
+from sharding.planning.cuts import held_parts
+from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, UnitContext, UnitState
@@ -212,22 +212,18 @@ def make_jobs(
     return jobs
 
 
-def held_unit(job: Job, index: int) -> HeldUnit:
-    """Return a job as the owner plan sees it."""
-    shard = job.member.shard
-    all_bounds, _ = shard.check_has_ranges(job.member.fqn)
-    start, stop = job.unit.start, job.unit.start + job.unit.numel
-    first = bisect_right(all_bounds, start, key=lambda bounds: bounds[1])
-    holders = []
-    for i in range(first, len(all_bounds)):
-        a, b = all_bounds[i]
-        if a >= stop:
-            break
-        if b > a:
-            holders.append((i, min(stop, b) - max(start, a)))
+def held_unit(job: Job, parts: Iterable[tuple[int, int, int]], grid: Grid | None) -> HeldUnit:
+    """Return a job as the owner plan sees it.
+
+    Args:
+        job: of the unit.
+        parts: (shard, start, stop) of what shards hold of it, as `held_parts` returns them.
+        grid: of all copies.
+    """
+    fqn, numel, cost = job.member.fqn, job.unit.numel, job.cost
+    holders = tuple((shard, stop - start) for shard, start, stop in parts)
     kept = sum(prod(spec.shape) for spec in job.unit_states.values())
-    size = job.unit.numel, job.cost, tuple(holders), shard.grid
-    return HeldUnit(job.member.fqn, index, *size, kept, job.owner)
+    return HeldUnit(fqn, job.number, numel, cost, holders, grid, kept, job.owner)
 
 
 def jobs_by_ranks(
@@ -263,18 +259,19 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
     """
     two_ways = any(_copies(job.member.shard) > 1 for job in jobs)
     units: list[HeldUnit] = []
-    previous, index, slot_numel = None, 0, 1
+    previous, slot_numel = None, 1
     for job in jobs:
-        index = index + 1 if job.member is previous else 0
+        unit, shard = job.unit, job.member.shard
         if job.member is not previous:
-            previous, shard = job.member, job.member.shard
+            previous = job.member
             wire = job.algorithm.wire_dtype(job.group, job.member.param.device)
             fqn = job.member.fqn
             check_exchange(shard, fqn, job.structure, wire, max_exchange_bytes, two_ways=two_ways)
             slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
-        if job.member.shard.ranks is None:  # never travels
-            slot_numel = max(slot_numel, job.unit.numel)
-        units.append(held_unit(job, index))
+        if shard.ranks is None:  # never travels
+            slot_numel = max(slot_numel, unit.numel)
+        parts = held_parts(shard.runs, unit.start, unit.start + unit.numel)
+        units.append(held_unit(job, parts, shard.grid))
     ranks = jobs[0].member.shard.ranks if jobs else None
     return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
 
