@@ -42,7 +42,9 @@ from sharding.transport.axes import placements_on, shard_rank, shard_size
 # `placements`, `is_meta` and `to_local()`, all of which others ask too, and of a placement only
 # whether it is a `Shard`; there is no hook, no option and no registry of placements. What would
 # refuse without a look at the caller refuses others as well: a class that is no DTensor, pieces
-# that no full tensor can be copied into, placements that cannot be iterated.
+# that no full tensor can be copied into (`to_local()` is what optimizers and checkpoints write to),
+# placements that cannot be iterated. Meshes are the user's, shared with tensors of torch; and the
+# copy is an op on plain tensors, which our dispatch does not see.
 _CUTS_FULL_STATE = getattr(
     getattr(_state_dict_utils, "_distribute_tensors", None), "__code__", None
 )
@@ -75,7 +77,7 @@ class RaggedDTensor(GradientHooks):
     flat 1-D piece, usually a view of a bucket's buffer, and may be empty. On a 2-D mesh, dim 0
     replicates and dim 1 cuts: `placements` are `(Replicate(), RaggedShard)`, and collectives stay
     within a replica. Ops run by an allow-list: what is not in it raises and says what to call; see
-    [Note: allow-list] in ragged_ops.py.
+    [Note: allow-list] in local_ops.py.
 
     Made by `from_local` or `distribute_ragged`. Does not check that ranks agree.
     """
@@ -129,7 +131,7 @@ class RaggedDTensor(GradientHooks):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Run `func` on the pieces. See [Note: allow-list] in ragged_ops.py.
+        """Run `func` on the pieces. See [Note: allow-list] in local_ops.py.
 
         Raises:
             NotImplementedError: The op is not in the list, or its arguments are not cut alike.
