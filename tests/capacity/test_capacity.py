@@ -99,9 +99,7 @@ def test_pipeline_plans_the_largest_stage() -> None:
         ("qwen3-30b-a3b-perexpert", {"ep": 3}, "ep=3: layer has 128 experts, no multiple of it"),
     ],
 )
-def test_division_that_leaves_a_rest_names_the_tensor(
-    name: str, options: dict[str, int], message: str
-) -> None:
+def test_division_that_leaves_a_rest_names_the_tensor(name, options, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         divide(read_model(name), Parallelism(prod(options.values()), **options))
 
@@ -128,9 +126,7 @@ def test_group_sizes_are_those_that_the_ranks_allow() -> None:
         ("resnet50", 1024, 131),
     ],
 )
-def test_padding_of_fsdp2_is_that_of_rows_dealt_to_ranks(
-    name: str, ranks: int, percent: float
-) -> None:
+def test_padding_of_fsdp2_is_that_of_rows_dealt_to_ranks(name, ranks, percent):
     padding = capacity(name, ranks).torch.padding * 100
     assert padding == pytest.approx(percent, rel=0.01, abs=0.01)
 
@@ -146,9 +142,7 @@ def test_padding_of_fsdp2_is_that_of_rows_dealt_to_ranks(
         ("llama3-8b", 512, 224, 4.2),
     ],
 )
-def test_skew_is_that_of_the_longest_processing_time_first(
-    name: str, ranks: int, matrices: int, skew: float
-) -> None:
+def test_skew_is_that_of_the_longest_processing_time_first(name, ranks, matrices, skew):
     found = capacity(name, ranks, optimizer="muon")
     assert found.matrices == matrices
     assert found.skew == pytest.approx(skew, abs=0.06)
@@ -161,9 +155,7 @@ def test_skew_is_that_of_the_longest_processing_time_first(
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("ep", [1, 4])
-def test_states_of_all_ranks_add_up_to_those_of_the_model(
-    optimizer: str, states: str, ep: int
-) -> None:
+def test_states_of_all_ranks_add_up_to_those_of_the_model(optimizer, states, ep):
     model = read_model("gpt-oss-120b")
     found = measure(divide(model, Parallelism(16, ep=ep)), Setup(optimizer, states))
     total = sum(
@@ -279,9 +271,7 @@ def area(outline: list[tuple[float, float]]) -> float:
 
 
 @given(st.integers(0, 200), st.integers(1, 200), st.integers(1, 40), st.integers(0, 5))
-def test_outlines_cover_what_the_buffer_holds(
-    start: int, numel: int, shard: int, left: int
-) -> None:
+def test_outlines_cover_what_the_buffer_holds(start, numel, shard, left):
     outlines = _outlines(start, start + numel, shard, left)
     assert sum(map(area, outlines)) == numel
     pieces = slot_pieces(start, numel, shard)

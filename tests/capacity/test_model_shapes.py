@@ -121,9 +121,7 @@ def contents(model: ModelShapes) -> list[tuple[int, Counter[Any]]]:
         (KIMI, "fused", "kimi-k2-fused"),
     ],
 )
-def test_configuration_has_the_parameters_of_the_table(
-    tmp_path: Path, values: dict[str, Any], experts: str | None, table: str
-) -> None:
+def test_configuration_has_the_parameters_of_the_table(tmp_path, values, experts, table):
     expected = contents(read_model(table))
     for _, shapes in expected:
         # In transformers, DeepSeek's correction of the routing is a buffer.
@@ -289,8 +287,6 @@ def test_equal_blocks_under_two_names_and_experts_stay_apart() -> None:
         ({"model_type": "bert"}, "model_type: expected one of deepseek_v2, deepseek_v3, gpt_oss"),
     ],
 )
-def test_configuration_that_is_none_names_the_key(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
+def test_configuration_that_is_none_names_the_key(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         from_config(tmp_path, LLAMA_8B | change)

@@ -52,9 +52,7 @@ def fail() -> nn.Module:
     raise RuntimeError("no\nmodel")
 
 
-def test_table_has_a_column_for_each_number_of_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_table_has_a_column_for_each_number_of_ranks(tmp_path, capsys):
     assert main(["plan", "--model", table(tmp_path), "--ranks", "2,8", "--optimizer", "muon"]) == 0
     printed = capsys.readouterr().out
     for row in (
@@ -79,9 +77,7 @@ def test_table_has_a_column_for_each_number_of_ranks(
         assert row in plain, row
 
 
-def test_json_has_the_figures_and_layouts_of_every_number_of_ranks(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_has_the_figures_and_layouts_of_every_number_of_ranks(tmp_path, capsys):
     arguments = ["plan", "--model", table(tmp_path), "--ranks", "2,8", "--states", "8bit"]
     assert main([*arguments, "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
@@ -107,9 +103,7 @@ def test_picture_is_written_for_few_and_many_ranks(tmp_path: Path, suffix: str) 
         assert all(word in text for word in ("embed", "padding", "1,024 ranks", "pattern"))
 
 
-def test_suggestions_compare_groups_and_granules(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_suggestions_compare_groups_and_granules(capsys):
     arguments = ["plan", "--model", "llama3-8b", "--ranks", "256", "--granularity", "128"]
     assert main([*arguments, "--suggest"]) == 0
     printed = capsys.readouterr().out
@@ -130,9 +124,7 @@ def test_segments_are_reported_with_what_they_save(capsys: pytest.CaptureFixture
     assert "in one segment it would pad 5.7" in sentence
 
 
-def test_padding_for_residency_is_reported_and_can_be_avoided(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_padding_for_residency_is_reported_and_can_be_avoided(capsys):
     arguments = ["plan", "--model", "gpt-oss-120b", "--ranks", "8", "--optimizer", "muon", "--json"]
     assert main(arguments) == 0
     plan = json.loads(capsys.readouterr().out)["plans"][0]
@@ -144,9 +136,7 @@ def test_padding_for_residency_is_reported_and_can_be_avoided(
     assert even["wire_bytes_per_step"]["exchange"] > plan["wire_bytes_per_step"]["exchange"]
 
 
-def test_advice_that_is_followed_pads_what_it_promised(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_advice_that_is_followed_pads_what_it_promised(capsys):
     arguments = ["plan", "--model", "llama3-8b", "--ranks", "256", "--json"]
     assert main([*arguments, "--granularity", "128"]) == 0
     advice = json.loads(capsys.readouterr().out)["plans"][0]["advice"]
@@ -188,9 +178,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), REFUSED)
-def test_wrong_argument_is_one_line_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
-) -> None:
+def test_wrong_argument_is_one_line_and_exit_code_2(tmp_path, capsys, arguments, message):
     assert_refused(["--model", table(tmp_path), *arguments], message, capsys)
 
 
@@ -223,9 +211,7 @@ def assert_refused(arguments: list[str], message: str, capsys: pytest.CaptureFix
         ({"buckets": 3}, "buckets: expected a list, got 3"),
     ],
 )
-def test_wrong_table_is_one_line_that_says_where(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
+def test_wrong_table_is_one_line_that_says_where(tmp_path, capsys, changes, message):
     assert_refused(["--model", table(tmp_path, **changes), "--ranks", "8"], message, capsys)
 
 
@@ -258,13 +244,7 @@ def test_wrong_table_is_one_line_that_says_where(
         ("l.json", b"\xff", "cannot be read as text"),
     ],
 )
-def test_broken_file_is_one_line_that_says_why(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    name: str,
-    content: bytes,
-    message: str,
-) -> None:
+def test_broken_file_is_one_line_that_says_why(tmp_path, capsys, name, content, message):
     path = tmp_path / name
     path.write_bytes(content)
     assert_refused(["--model", str(path), "--ranks", "8"], message, capsys)
@@ -282,9 +262,7 @@ def test_broken_file_is_one_line_that_says_why(
         ("time:time", "expected a function that returns an nn.Module, got"),
     ],
 )
-def test_unknown_model_is_one_line(
-    capsys: pytest.CaptureFixture[str], model: str, message: str
-) -> None:
+def test_unknown_model_is_one_line(capsys, model, message):
     assert_refused(["--model", model, "--ranks", "8"], message, capsys)
 
 

@@ -85,9 +85,7 @@ def load_stock(path: str) -> None:
 
 
 @pytest.mark.parametrize(("saved_on", "loaded_on"), [(1, 3), (2, 2), (3, 5), (5, 2), (5, 1)])
-def test_checkpoint_loads_into_other_layouts_and_world_sizes(
-    tmp_path: Path, saved_on: int, loaded_on: int
-) -> None:
+def test_checkpoint_loads_into_other_layouts_and_world_sizes(tmp_path, saved_on, loaded_on):
     path = str(tmp_path / "checkpoint")
     run_ranks(save, saved_on, path, cuts(saved_on, seed=saved_on))
     run_ranks(load, loaded_on, path, list(SHAPES), cuts(loaded_on, seed=7))

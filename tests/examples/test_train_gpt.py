@@ -108,9 +108,7 @@ def test_checkpoints_are_told_apart_by_step_and_wholeness(tmp_path: Path) -> Non
     assert list(tmp_path.iterdir()) == [paths[1000]]
 
 
-def test_script_names_a_wrong_option_and_else_starts_its_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_script_names_a_wrong_option_and_else_starts_its_ranks(tmp_path, monkeypatch, capsys):
     monkeypatch.syspath_prepend(str(EXAMPLES))
     import train_gpt
 

@@ -271,7 +271,8 @@ class CompiledLayers(Case):
     def build(self) -> nn.Module:
         layers = [Layer(), Layer()]
         if on_ranks():
-            layers = [torch.compile(layer, backend="aot_eager") for layer in layers]
+            layers[0].compile(backend="aot_eager")
+            layers[1] = torch.compile(layers[1], backend="aot_eager")
         return nn.Sequential(*layers)
 
 

@@ -96,9 +96,7 @@ def diverging(optimizer_name: str, how: str, late: bool) -> tuple[int, str]:
         ("adamw", "betas", False),
     ],
 )
-def test_ranks_whose_optimizers_are_told_other_things_raise(
-    optimizer: str, how: str, late: bool
-) -> None:
+def test_ranks_whose_optimizers_are_told_other_things_raise(optimizer, how, late):
     """A scheduler on one rank, or a step that one rank skips, were silent."""
     for step, report in run_ranks(diverging, 2, optimizer, how, late, timeout=30):
         assert step == (3 if late else 2)
@@ -254,13 +252,7 @@ SWAP = ("in different orders", "VFSDP_DEBUG=1")
         ),
     ],
 )
-def test_fault_is_reported_on_every_rank(
-    fault: Callable[[bool], None],
-    world_size: int,
-    ranks: tuple[int, ...],
-    debug: bool,
-    words: tuple[str, ...],
-) -> None:
+def test_fault_is_reported_on_every_rank(fault, world_size, ranks, debug, words):
     """Megatron-LM#2218: collectives in the order of a set, another on each rank, hung at times."""
     with pytest.raises(RankError) as error:
         run_ranks(with_fault, world_size, fault, ranks, debug, timeout=30)

@@ -85,9 +85,7 @@ def gradient_of(mesh: tuple[int, int], dtype: torch.dtype | None, whole: bool) -
     ("mesh", "dtype"),
     [((2, 2), None), ((2, 2), torch.bfloat16), ((3, 2), None), ((2, 1), torch.float16)],
 )
-def test_average_is_summed_in_rank_order_and_divided_once(
-    mesh: tuple[int, int], dtype: torch.dtype | None
-) -> None:
+def test_average_is_summed_in_rank_order_and_divided_once(mesh, dtype):
     """pytorch#155903: what HSDP divided by differed from FSDP.
 
     Shard ranks are added first, then replicas, in fp32 whatever the dtype on the wire, wherever
@@ -184,9 +182,7 @@ def gradient_of_unused(used_on: list[list[int]]) -> Tensor | None:
 
 
 @pytest.mark.parametrize("used_on", [[[3]], [[0]], [[1], []], [[2], [2]], [[], [0, 1, 2, 3]]])
-def test_gradient_is_none_only_where_no_rank_of_any_replica_has_one(
-    used_on: list[list[int]],
-) -> None:
+def test_gradient_is_none_only_where_no_rank_of_any_replica_has_one(used_on):
     """pytorch#158719, over both dims: one rank that used a parameter is enough for all."""
     expected = torch.full((3,), 8.0 * sum(map(len, used_on)) / 4)
     for gradient in run_ranks(gradient_of_unused, 4, used_on):

@@ -1,276 +1,233 @@
-"""Ways to call a sharded model that training scripts use, against one process on the same batch."""
+"""Modules of unusual kinds, and unusual ways to call them, against one process on the same batch.
 
+The models are in `kinds_of_modules.py`, the calls in `ways_to_call.py`.
+"""
+
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from kinds_of_modules import KINDS
+from lifecycle import WIDTH, Layer, train
 from torch import Tensor, nn
-from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
+from ways_to_call import WAYS
 
-from ranks import RankError, run_ranks
-from sharding import FSDPModule, fully_shard
+from ranks import run_ranks
+from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.bucket import ShardedState
 from sharding.fsdp.module_state import state_of
-from training import mesh_of
 
-WIDTH = 18
-STEPS = 5
-
-
-class Layer(nn.Module):
-    """A residual layer, with a second way to call it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(WIDTH, 25)
-        self.outer = nn.Linear(25, WIDTH, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.outer(F.gelu(self.inner(x)))
-
-    def other_way(self, x: Tensor) -> Tensor:
-        return self(x) * 2
+CASES = {case.__name__: case for case in (*KINDS, *WAYS)}
+SOME = ["SmallBuckets", "ThreeLevels", "SyncOfSome", "BackwardRaises"]
+ON_TWO_REPLICAS = [case.__name__ for case in WAYS if "shard" not in vars(case)]
+ON: dict[int, list[str]] = {1: SOME, 2: [*CASES], 3: [*CASES], 4: ON_TWO_REPLICAS, 5: SOME}
+Trained = tuple[list[float], dict[str, Tensor]]
 
 
-class Net(nn.Module):
-    """Three layers and a head; `mode` says how forward uses them."""
-
-    def __init__(self, mode: str) -> None:
-        super().__init__()
-        self.mode = mode
-        self.layers = nn.ModuleList(Layer() for _ in range(3))
-        self.head = nn.Linear(WIDTH, WIDTH)
-        if mode == "tied_in_root":
-            self.second_head = nn.Linear(WIDTH, WIDTH)
-            self.second_head.weight = self.head.weight
-        self.forwards = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.forwards += 1
-        if self.mode == "raises_once" and self.forwards == 2:
-            self.layers[0](x)
-            raise ZeroDivisionError
-        for i, layer in enumerate(self.layers):
-            x = self.call(layer, i, x)
-        if self.mode == "tied_in_root":
-            x = self.second_head(F.relu(x))
-        return self.head(x)
-
-    def call(self, layer: nn.Module, i: int, x: Tensor) -> Tensor:
-        if self.mode == "reentrant" or (self.mode == "reentrant_twice" and i != 1):
-            return checkpoint(layer, x, use_reentrant=True)
-        if self.mode == "reentrant_twice":
-            return checkpoint(layer, checkpoint(layer, x, use_reentrant=True), use_reentrant=True)
-        if self.mode == "twice" and i == 1:
-            return layer(layer(x))
-        if self.mode == "skips_layer" and i == 2 and self.forwards % 2:
-            return x
-        if self.mode == "other_method":
-            return layer.other_way(x)
-        if self.mode == "whole_checkpointed" and i == 0:
-            rest = nn.Sequential(*self.layers)
-            return checkpoint(rest, x, use_reentrant=False)
-        return x if self.mode == "whole_checkpointed" else layer(x)
-
-
-def shard_net(net: Net, **options: object) -> None:
-    """Each layer a bucket (the last two one bucket in one mode), and the rest."""
-    if net.mode == "list_of_modules":
-        fully_shard(net.layers[0], **options)
-        fully_shard([net.layers[1], net.layers[2]], **options)
-    else:
-        for layer in net.layers:
-            fully_shard(layer, **options)
-            register_fsdp_forward_method(layer, "other_way")
-    fully_shard(net, **options)
-
-
-def batches(world_size: int, rank: int) -> Iterator[Tensor]:
-    for step in range(STEPS):
-        generator = torch.Generator().manual_seed(step)
-        batch = torch.randn(6 * 4, WIDTH, generator=generator)
-        yield batch.tensor_split(world_size)[rank]
-
-
-def train(mode: str) -> tuple[list[float], dict[str, Tensor]]:
-    """Trains in one process or on the default group's ranks; losses and full weights."""
-    sharded = dist.is_initialized()
-    world_size = dist.get_world_size() if sharded else 1
-    torch.manual_seed(0)
-    net = Net(mode)
-    if sharded:
-        shard_net(net, **({"mesh": mesh_of((2, 2))} if world_size == 4 else {}))
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-    losses = []
-    for step, x in enumerate(batches(world_size, dist.get_rank() if sharded else 0)):
-        loss = loss_of(net, x, step)
-        if loss is None:
-            continue
-        if sharded:
-            mean = loss.detach().clone()
-            dist.all_reduce(mean, op=dist.ReduceOp.AVG)
-            losses.append(mean.item())
-            assert_all_sharded(net)
-        else:
-            losses.append(loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    weights = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for name, p in net.named_parameters()
-    }
-    return losses, weights
-
-
-def loss_of(net: Net, x: Tensor, step: int) -> Tensor | None:
-    """Forward and backward in the net's mode; None when it raised on purpose."""
-    mode = net.mode
-    x = x.clone().requires_grad_(mode.startswith("reentrant"))
-    if mode == "freezes":
-        net.layers[1].inner.weight.requires_grad_(step not in (1, 2))
-        net.head.requires_grad_(step != 3)
-    if mode == "evaluates_between":
-        with torch.no_grad():
-            net(x)
-        net(x)  # under autograd, but without a backward
-        with torch.inference_mode():
-            net(x)
-    if mode == "two_backwards":
-        y = net(x)
-        y.square().mean().backward(retain_graph=True)
-        y.mean().backward()
-        return y.square().mean() + y.mean()
-    if mode == "two_forwards":
-        first, second = net(x).square().mean(), net(x * 2).square().mean()
-        (first + second).backward()
-        return first + second
-    if mode == "raises_in_backward" and step == 1:
-        return raise_in_backward(net, x)
-    try:
-        loss = net(x).square().mean()
-    except ZeroDivisionError:
-        return None
-    loss.backward()
-    return loss
-
-
-def raise_in_backward(net: Net, x: Tensor) -> None:
-    def fail(grad: Tensor) -> Tensor:
-        raise ZeroDivisionError
-
-    y = net(x)
-    hidden = F.relu(y)
-    hidden.register_hook(fail)
-    with pytest.raises(ZeroDivisionError):
-        hidden.sum().backward()
-
-
-def assert_all_sharded(net: Net) -> None:
-    for module in net.modules():
-        state = state_of(module)
-        if state is not None and state.bucket is not None:
-            assert state.bucket.state is ShardedState.SHARDED
-
-
-MODES = [
-    "plain",
-    "reentrant",
-    "reentrant_twice",
-    "whole_checkpointed",
-    "twice",
-    "skips_layer",
-    "other_method",
-    "freezes",
-    "tied_in_root",
-    "list_of_modules",
-    "evaluates_between",
-    "two_backwards",
-    "two_forwards",
-    "raises_once",
-    "raises_in_backward",
-]
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_losses_and_weights_equal_one_process(mode: str) -> None:
+@cache
+def train_case(name: str) -> Trained:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # inputs of reentrant checkpoints
-        expected_losses, expected_weights = train(mode)
-    for world_size in (2, 3, 4):  # 4: on a 2-D mesh
-        for losses, weights in run_ranks(train, world_size, mode):
-            assert losses == pytest.approx(expected_losses, abs=1e-5)
-            assert weights.keys() == expected_weights.keys()
-            for name, weight in weights.items():
-                torch.testing.assert_close(
-                    weight,
-                    expected_weights[name],
-                    atol=2e-4,  # AdamW turns rounding of tiny gradients into parts of lr
-                    rtol=0,
-                    msg=lambda text, name=name: f"{name}: {text}",
-                )
+        return train(CASES[name]())
 
 
-def tie_across_calls() -> None:
-    net = Net("plain")
-    net.layers[1].inner.weight = net.layers[0].inner.weight
-    fully_shard(net.layers[0])
-    fully_shard(net.layers[1])
+def train_cases(names: list[str]) -> dict[str, Trained | str]:
+    """What each case came to, or its error."""
+    found: dict[str, Trained | str] = {}
+    for name in names:
+        try:
+            found[name] = train_case.__wrapped__(name)
+        except Exception:
+            found[name] = traceback.format_exc()
+    return found
 
 
-def test_tie_across_calls_names_both_and_the_cure() -> None:
-    """pytorch#176076: a tied embedding in two groups; the last rank was never updated."""
-    with pytest.raises(RankError, match=r"inner\.weight is tied to inner\.weight.*\[a, b\]") as e:
-        run_ranks(tie_across_calls, 2)
-    assert len(e.value.reports) == 2
+@cache
+def on_ranks(world_size: int) -> list[dict[str, Trained | str]]:
+    return run_ranks(train_cases, world_size, ON[world_size], timeout=240)
 
 
-def test_every_public_method_of_torch_is_defined_here() -> None:
-    import torch.distributed.fsdp as torch_fsdp
+@pytest.mark.parametrize(("name", "world_size"), [(n, w) for w in ON for n in ON[w]])
+def test_lifecycle_equals_one_process(name, world_size):
+    """On 4 ranks, over a mesh of two replicas."""
+    expected = train_case(name)
+    assert expected[0][0] != expected[0][-1]
+    for found in on_ranks(world_size):
+        assert not isinstance(found[name], str), found[name]
+        # fp32 sums in another order, carried through a few steps of SGD.
+        torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
 
-    public = [name for name in vars(torch_fsdp.FSDPModule) if not name.startswith("_")]
-    assert len(public) > 15
-    missing = [name for name in public if name not in vars(FSDPModule)]
-    assert not missing
-    assert issubclass(FSDPModule, torch_fsdp.FSDPModule)
+
+class CountsGathers:
+    """A bucket's transport, and how often it was asked to gather."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.bucket = state_of(module).bucket
+        self.transport, self.bucket.transport = self.bucket.transport, self
+        self.count = 0
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.transport, name)
+
+    def all_gather_(self, buffers: list[Tensor], tag: int) -> object:
+        self.count += 1
+        return self.transport.all_gather_(buffers, tag)
+
+    def since(self) -> int:
+        """How often since the last call of this."""
+        count, self.count = self.count, 0
+        return count
 
 
-def compile_layers(build: Callable[[], Net]) -> list[float]:
-    net = build()
-    for layer in net.layers:
-        layer.compile(backend="aot_eager")
-    shard_net(net)
-    losses = []
-    for x in batches(dist.get_world_size(), dist.get_rank()):
-        loss = net(x).square().mean()
+def gathers_of_a_list_and_by_hand() -> None:
+    model = nn.Sequential(Layer(), Layer(), Layer(), Layer())
+    fully_shard([model[0], model[2]], reshard_after_forward=True)
+    fully_shard(model[1], reshard_after_forward=True)
+    fully_shard(model)
+    pair, one = CountsGathers(model[0]), CountsGathers(model[1])
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        loss = model(x).sum()
+        assert (pair.since(), one.since()) == (1, 1)
         loss.backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                p.sub_(p.grad, alpha=0.01)
-        net.zero_grad()
-        losses.append(loss.item())
-    return losses
+        assert (pair.since(), one.since()) == (1, 1)
+    for handle in (model[0].unshard(async_op=True), model[1].unshard(async_op=True)):
+        handle.wait()
+    assert (pair.since(), one.since()) == (1, 1)
+    loss = model(x).sum()
+    assert (pair.since(), one.since()) == (0, 0)
+    loss.backward()
+    assert (pair.since(), one.since()) == (1, 1)
+    model[1](x).sum().backward()
+    assert one.since() == 2
 
 
-def compiled_equals_eager() -> None:
+def test_bucket_of_a_list_and_what_was_unsharded_by_hand_is_gathered_once_a_pass() -> None:
+    run_ranks(gathers_of_a_list_and_by_hand, 2)
+
+
+def states_after_forward(name: str) -> list[ShardedState]:
+    case = CASES[name]()
+    model = case.build()
+    case.shard(model)
+    for _ in range(2):
+        model(torch.ones(2, WIDTH))
+    return [state_of(layer).bucket.state for layer in model]
+
+
+def test_weights_are_freed_after_forward_unless_the_output_hides_tensors() -> None:
+    sharded, unsharded = ShardedState.SHARDED, ShardedState.UNSHARDED
+    assert run_ranks(states_after_forward, 2, "Dataclasses")[0] == [sharded, sharded, unsharded]
+    assert run_ranks(states_after_forward, 2, "Objects")[0] == [unsharded] * 3
+
+
+def leave_by_exception() -> tuple[list[Tensor | None], list[ShardedState]]:
+    """Gradients that are there once a backward raised while reductions were in flight."""
+    model = nn.Sequential(*(Layer() for _ in range(4)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    hidden: list[Tensor] = []
+    model[0].register_forward_hook(lambda module, args, y: hidden.append(y))
+    x = torch.ones(2, WIDTH)
+    y = model(x)
+    hidden[0].register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        y.sum().backward()
+    model.zero_grad()
+    with torch.no_grad():
+        model(x)
+    buckets = [state_of(layer).bucket for layer in model]
+    return [p.grad for p in model.parameters()], [bucket.state for bucket in buckets]
+
+
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_gradients_of_a_backward_that_raised_do_not_arrive_after_zero_grad() -> None:
+    for gradients, states in run_ranks(leave_by_exception, 2):
+        assert gradients == [None] * len(gradients)
+        assert set(states) == {ShardedState.SHARDED}
+
+
+def accumulate_in_fp32() -> tuple[Tensor, list[Tensor]]:
+    """A bfloat16 weight after three micro-batches that only the last of which averages."""
     torch.manual_seed(0)
-    compiled = compile_layers(lambda: Net("plain"))
-    torch.manual_seed(0)
-    net = Net("plain")
-    shard_net(net)
-    for x, expected in zip(batches(dist.get_world_size(), dist.get_rank()), compiled, strict=True):
-        loss = net(x).square().mean()
-        loss.backward()
-        with torch.no_grad():
-            for p in net.parameters():
-                p.sub_(p.grad, alpha=0.01)
-        net.zero_grad()
-        assert abs(loss.item() - expected) < 1e-5
+    model = nn.Linear(WIDTH, 30, bias=False, dtype=torch.bfloat16)
+    weight = model.weight.detach().clone()
+    fully_shard(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+    total, rank, world_size = torch.zeros(30, WIDTH), dist.get_rank(), dist.get_world_size()
+    for i in range(3):
+        model.set_requires_gradient_sync(i == 2)
+        for r in range(world_size):
+            generator = torch.Generator().manual_seed(10 * i + r)
+            x = torch.randn(5, WIDTH, generator=generator).bfloat16()
+            p = weight.clone().requires_grad_()
+            nn.functional.linear(x, p).square().mean().backward()
+            total += p.grad.float()
+            if r == rank:
+                model(x).square().mean().backward()
+    gradient = model.weight.grad
+    assert gradient.dtype == torch.bfloat16
+    return (total / world_size).bfloat16(), gradient.full_tensor()
 
 
-def test_compiled_layers_train_as_eager_ones() -> None:
-    run_ranks(compiled_equals_eager, 2, timeout=120)
+def test_bf16_gradients_are_accumulated_and_averaged_in_fp32() -> None:
+    """Rounded once, at the end: sums of bfloat16 would lose the small addends."""
+    for world_size in (1, 3):
+        for expected, gradient in run_ranks(accumulate_in_fp32, world_size):
+            # fp32 sums in another order, then rounded: one step of bfloat16 apart at most.
+            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=2**-7)
+
+
+def mixed_policy() -> tuple[list[torch.dtype], list[torch.dtype], list[torch.dtype]]:
+    """Dtypes in forward, at rest, and of gradients, of parameters of four dtypes."""
+    seen: list[torch.dtype] = []
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3).bfloat16())
+            self.c = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.codes = nn.Parameter(torch.ones(3, dtype=torch.int32), requires_grad=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.extend(p.dtype for p in (self.a, self.b, self.c, self.codes))
+            return ((self.a + self.b) * self.c * self.codes * x).sum()
+
+    model = Mixed()
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    fully_shard(model, mp_policy=policy)
+    loss = model(torch.ones(3))
+    assert loss.dtype == torch.float32
+    loss.backward()
+    parameters = list(model.parameters())
+    for p in parameters[:3]:
+        assert p.grad.full_tensor().tolist() == [2.0 if p is parameters[2] else 1.0] * 3
+    return seen, [p.dtype for p in parameters], [p.grad.dtype for p in parameters[:3]]
+
+
+def test_dtypes_of_one_bucket_are_cast_for_compute_and_kept_at_rest() -> None:
+    """pytorch#156784: bf16 and fp32 parameters in one module were an assertion error."""
+    own = [torch.float32, torch.bfloat16, torch.float64, torch.int32]
+    for in_forward, at_rest, gradients in run_ranks(mixed_policy, 2):
+        assert in_forward == [torch.bfloat16] * 3 + [torch.int32]
+        assert at_rest == own
+        assert gradients == own[:3]
+
+
+def marks_of_parameters() -> bool:
+    model = nn.Linear(WIDTH, WIDTH)
+    model.bias.no_weight_decay = True
+    fully_shard(model)
+    return model.bias.no_weight_decay and not hasattr(model.weight, "no_weight_decay")
+
+
+def test_marks_that_scripts_put_on_parameters_stay() -> None:
+    assert all(run_ranks(marks_of_parameters, 2))

@@ -96,9 +96,7 @@ def trained_in_one_process(count: int, optimizer_name: str) -> dict[str, Tensor]
         (4, "ScheduleInterleavedZeroBubble", "muon", False),
     ],
 )
-def test_pipeline_trains_as_one_process(
-    ranks: int, schedule: str, optimizer: str, reshard_after_forward: bool | None
-) -> None:
+def test_pipeline_trains_as_one_process(ranks, schedule, optimizer, reshard_after_forward):
     """PiPPy#1105, torchtitan#318: 'NoneType' object has no attribute '_state_ctx'."""
     results = run_ranks(trained_in_a_pipeline, ranks, schedule, optimizer, reshard_after_forward)
     expected = trained_in_one_process(4 if "Interleaved" in schedule else 2, optimizer)

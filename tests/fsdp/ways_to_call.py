@@ -2,8 +2,9 @@
 
 import pytest
 import torch
-from lifecycle import Case, Layer, on_ranks
+from lifecycle import WIDTH, Case, Layer, on_ranks
 from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
 from torch.utils.checkpoint import checkpoint
 
 from sharding import fully_shard
@@ -137,6 +138,8 @@ class ChildrenByThemselves(Case):
 class WeightsChangeBetweenCalls(Case):
     """What a call gathered is old after a step, also where the call or the forward raised."""
 
+    ends_in_backward = False
+
     def shard(self, model: nn.Module) -> None:
         for i, part in enumerate(model):
             fully_shard(part, reshard_after_forward=False if i == 1 else None)
@@ -207,7 +210,268 @@ class BetweenForwardAndBackward(Case):
         return loss + loss2
 
 
+# -- uses of gathered weights ----------------------------------------------------------------------
+
+
+class ReturnsView(Layer):
+    """A layer that returns a view of what it computed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unsqueeze(1).squeeze(1)
+
+
+class ViewChangedInPlace(Case):
+    """The caller changes a returned view: its hook is not in the graph (pytorch#181832, #181850).
+
+    One layer only, so that the next one has prefetched its weights when backward gets there.
+    """
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(Layer(), ReturnsView(), Layer())
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        y = model[1](model[0](x))
+        y += x
+        y[:, :3].mul_(2.0)
+        loss = model[2](y).square().mean()
+        loss.backward()
+        return loss
+
+
+class Keeps(Layer):
+    """A layer that keeps what is inside of it, for the losses of `KeptTensor`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(23))
+        self.listed: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = torch.tanh(self.inner(x) * self.scale)
+        self.listed, self.named = [self.kept * 2], {"kept": self.kept * self.scale}
+        self.inner.noted = self.kept * 3
+        return x + self.outer(self.kept)
+
+
+class KeptTensor(Case):
+    """Losses of what a layer kept, with and without its output (pytorch#173709, #174829)."""
+
+    frozen = False
+
+    def build(self) -> nn.Module:
+        model = nn.Sequential(Layer(), Keeps(), Layer())
+        model[1].requires_grad_(not self.frozen)
+        self.features: list[Tensor] = []
+        model[1].inner.register_forward_hook(lambda _, args, output: self.features.append(output))
+        return model
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        y, keeps = model(x), model[1]
+        losses = [
+            keeps.kept,
+            keeps.listed[-1],
+            keeps.named["kept"],
+            self.features[-1],
+            keeps.inner.noted,
+        ]
+        total = torch.zeros(())
+        for i, kept in enumerate(losses):  # one after another, each over the same graph
+            loss = kept.square().mean() + (y.square().mean() if i % 2 == step % 2 else 0.0)
+            loss.backward(retain_graph=i < len(losses) - 1)
+            total = total + loss.detach()
+        return total
+
+
+class KeptByFrozen(KeptTensor):
+    """The same of a frozen layer, whose weights get no gradient that would tell (timm#2766)."""
+
+    frozen = True
+
+
+class CallsItself(Layer):
+    """A layer with a method that calls it again, one call inside of the other."""
+
+    def twice(self, x: Tensor) -> Tensor:
+        return self.outer(self.inner(torch.tanh(self(x)))) + self(x * 0.5)
+
+
+class Nested(nn.Module):
+    """Two such layers, in a model with such a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.out = CallsItself(), CallsItself(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.b.twice(self.a.twice(x))
+
+    def whole(self, x: Tensor) -> Tensor:
+        return self.out(self(x))
+
+
+class CallInCall(Case):
+    """Registered methods that call their module again: the memory is there (pytorch#125394)."""
+
+    def build(self) -> nn.Module:
+        return Nested()
+
+    def shard(self, model: nn.Module) -> None:
+        for layer in (model.a, model.b):
+            fully_shard(layer, reshard_after_forward=True)
+            register_fsdp_forward_method(layer, "twice")
+        fully_shard(model, reshard_after_forward=True)
+        register_fsdp_forward_method(model, "whole")
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        loss = model.whole(x).square().mean()
+        loss.backward()
+        return loss
+
+
+class Energy(nn.Module):
+    """Forces as gradients of an energy, inside of forward, and layers of the root after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Layer(), Layer())
+        self.scale, self.after = nn.Parameter(torch.ones(WIDTH)), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, create_graph: bool) -> Tensor:
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            (force,) = torch.autograd.grad(
+                self.blocks(x).square().sum(), x, create_graph=create_graph
+            )
+        return self.after(force * self.scale)
+
+
+class Forces(Case):
+    """The root's weights stay while its forward runs (torchebm#246, agedi#87)."""
+
+    def build(self) -> nn.Module:
+        return Energy()
+
+    def shard(self, model: nn.Module) -> None:
+        for block in model.blocks:
+            fully_shard(block)
+        fully_shard(model)
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        with torch.no_grad():
+            evaluated = model(x, False).square().mean()
+        loss = model(x, True).square().mean()
+        loss.backward()
+        return loss + evaluated
+
+
+class WritesInForward(nn.Module):
+    """A code book that forward averages into, and weights that it clips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.book = nn.Parameter(torch.zeros(WIDTH), requires_grad=False)
+        self.clipped = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.book.mul_(0.9).add_(0.1)
+            self.clipped.weight.data.clamp_(-0.2, 0.2)
+        return self.clipped(x + self.book)
+
+
+class WrittenInForward(Case):
+    """What forward writes into weights is there after it (pytorch#137129, #129229)."""
+
+    def build(self) -> nn.Module:
+        return nn.Sequential(WritesInForward(), Layer(), WritesInForward())
+
+
+# -- orders of calls ------------------------------------------------------------------------------
+
+
+class Reentrant(Case):
+    """Checkpoints that run forward again inside of backward; one of a checkpoint's output."""
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        x = checkpoint(model[0], x.clone().requires_grad_(), use_reentrant=True)
+        for _ in range(2):
+            x = checkpoint(model[1], x, use_reentrant=True)
+        loss = model[2](x).square().mean()
+        loss.backward()
+        return loss
+
+
+class AllReentrant(Case):
+    """The same, called by the root."""
+
+    def build(self) -> nn.Module:
+        class Reentrant(nn.Sequential):
+            def forward(self, x: Tensor) -> Tensor:
+                for layer in self:
+                    x = checkpoint(layer, x, use_reentrant=True)
+                return x
+
+        return Reentrant(Layer(), Layer(), Layer())
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        return super().step(model, x.clone().requires_grad_(), step)
+
+
+class OtherOrders(nn.ModuleList):
+    """A layer that runs twice, one that is left out at times, and a tied pair in the root."""
+
+    def __init__(self) -> None:
+        super().__init__([Layer(), Layer(), Layer()])
+        self.head, self.forwards = nn.Linear(WIDTH, WIDTH), 0
+        self.second_head = nn.Linear(WIDTH, WIDTH)
+        self.second_head.weight = self.head.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        x = self[1](self[1](self[0](x)))
+        x = x if self.forwards % 2 else self[2](x)
+        return self.head(torch.relu(self.second_head(x)))
+
+
+class CalledInOtherOrders(Case):
+    """What the first forward says of the order is not true of all."""
+
+    def build(self) -> nn.Module:
+        return OtherOrders()
+
+    def shard(self, model: nn.Module) -> None:
+        for layer in (model[0], model[1], model[2], model):
+            fully_shard(layer, **self.options)
+
+
+class WholeCheckpointed(Case):
+    """One checkpoint over all sharded layers; parts are frozen for a step or two."""
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        model[1].inner.weight.requires_grad_(step not in (1, 2))
+        model[2].requires_grad_(step != 3)
+        loss = checkpoint(model, x, use_reentrant=False).square().mean()
+        loss.backward()
+        return loss
+
+
+class EvaluatesBetween(Case):
+    """Forwards without a backward, and two backwards over one graph."""
+
+    def step(self, model: nn.Module, x: Tensor, step: int) -> Tensor:
+        with torch.no_grad():
+            model(x)
+        model(x)
+        with torch.inference_mode():
+            model(x)
+        y = model(x)
+        y.square().mean().backward(retain_graph=True)
+        y.mean().backward()
+        return y.square().mean() + y.mean()
+
+
 WAYS = [
+    Case,
     Penalty,
     PenaltyOfCheckpointed,
     SyncOfSome,
@@ -218,4 +482,15 @@ WAYS = [
     WeightsChangeBetweenCalls,
     BackwardRaises,
     BetweenForwardAndBackward,
+    ViewChangedInPlace,
+    KeptTensor,
+    KeptByFrozen,
+    CallInCall,
+    Forces,
+    WrittenInForward,
+    Reentrant,
+    AllReentrant,
+    CalledInOtherOrders,
+    WholeCheckpointed,
+    EvaluatesBetween,
 ]

@@ -143,9 +143,7 @@ def refusal(plan: Any, change: str = "") -> tuple[str, str, bool]:
         (4, "structure", "which Blocks(numel=1536) by structure=; Blocks(numel=256) by AdamW does"),
     ],
 )
-def test_plan_that_does_not_fit_names_the_first_difference(
-    plan: Path, ranks: int, change: str, message: str
-) -> None:
+def test_plan_that_does_not_fit_names_the_first_difference(plan, ranks, change, message):
     for kind, text, unchanged in run_ranks(refusal, ranks, str(plan), change):
         assert kind == "ValueError"
         assert message in text

@@ -1,14 +1,26 @@
 """The rank pool that all tests share, examples for tests that use it, and what ranks call."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
+import torch
+import torch.distributed as dist
 from hypothesis import settings
 from torch.profiler import ProfilerActivity, profile
 
 from vfsdp_optim.testing.pool import RankError, RankPool, close, run_ranks
 
-__all__ = ["RankError", "RankPool", "close", "collectives", "distributed_examples", "run_ranks"]
+__all__ = [
+    "RankError",
+    "RankPool",
+    "assert_as_one_process",
+    "close",
+    "collectives",
+    "distributed_examples",
+    "on_ranks",
+    "run_ranks",
+]
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -19,6 +31,38 @@ def distributed_examples(test: Test) -> Test:
     Draw in the test and send the drawn case to `run_ranks`; never use ``@given`` inside a rank.
     """
     return settings(max_examples=settings.default.max_examples // 4)(test)
+
+
+def on_ranks(*world_sizes: int) -> Callable[[Test], Test]:
+    """Decorate a test that every rank runs as it stands, in groups of each of these sizes."""
+
+    def decorate(test: Test) -> Test:
+        @functools.wraps(test)
+        def run(**arguments: Any) -> Any:
+            if dist.is_initialized():  # on a rank, which finds this function by the test's name
+                return test(**arguments)
+            for world_size in world_sizes:
+                run_ranks(functools.partial(run, **arguments), world_size)
+            return None
+
+        return run
+
+    return decorate
+
+
+def assert_as_one_process(
+    function: Callable[..., Any], world_sizes: Iterable[int], *args: Any, **close: Any
+) -> None:
+    """Assert that ranks return what this process does: tensors and numbers, however nested.
+
+    Args:
+        function: Called with `args` here, and on groups of ranks of each of `world_sizes`.
+        close: Tolerances of `torch.testing.assert_close`; its error names what differs.
+    """
+    expected = function(*args)
+    for world_size in world_sizes:
+        for found in run_ranks(function, world_size, *args):
+            torch.testing.assert_close(found, expected, **close)
 
 
 def collectives(function: Callable[[], Any]) -> list[str]:

@@ -105,9 +105,7 @@ def test_last_unit_may_be_shorter_and_ranks_may_be_empty_anywhere() -> None:
 )
 @example(units=[2, 0, 0], unit=4, missing=1, block=4)  # empty ranks after a short unit
 @example(units=[0, 3, 3], unit=2, missing=0, block=4)
-def test_runs_of_blocks_are_the_blocks_of_each_rank(
-    units: list[int], unit: int, missing: int, block: int
-) -> None:
+def test_runs_of_blocks_are_the_blocks_of_each_rank(units, unit, missing, block):
     numel = max(sum(units) * unit - min(missing, unit - 1), 0)
     placement = RaggedShard((0,), units, unit)
     bounds = placement.all_bounds(numel)
@@ -195,9 +193,7 @@ def test_from_range_rejects_cuts_inside_of_units_and_tensors_outside_of_the_buff
         (RaggedShard((0,), (3, 1), unit_numel=2), (2, 4)),  # units of half a row
     ],
 )
-def test_check_shape_rejects_a_placement_of_another_tensor(
-    placement: RaggedShard, shape: tuple[int, ...]
-) -> None:
+def test_check_shape_rejects_a_placement_of_another_tensor(placement, shape):
     with pytest.raises(ValueError, match="RaggedShard"):
         placement.check_shape(shape)
 

@@ -395,9 +395,7 @@ def check_raises(units: tuple[int, ...]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("units", [(6, 6), (0, 12)])
-def test_other_op_raises_on_every_rank_also_where_the_piece_is_empty(
-    units: tuple[int, ...],
-) -> None:
+def test_other_op_raises_on_every_rank_also_where_the_piece_is_empty(units):
     assert len(RAISES) + len(UNLIKE) > 80
     assert run_ranks(check_raises, 2, units) == [{}, {}]
 

@@ -131,17 +131,13 @@ def check_gradients(shards: int, replicas: int, seed: int) -> list[str]:
 
 @distributed_examples
 @given(layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]), seed=st.integers(0, 999))
-def test_reduction_over_some_dims_is_that_of_the_full_tensor(
-    layout: tuple[int, int], seed: int
-) -> None:
+def test_reduction_over_some_dims_is_that_of_the_full_tensor(layout, seed):
     """Over no, some and all dims, of pieces cut inside rows, and of ranks that hold nothing."""
     assert run_ranks(check_results, prod(layout), *layout, seed) == [[]] * prod(layout)
 
 
 @distributed_examples
 @given(layout=st.sampled_from([(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]), seed=st.integers(0, 999))
-def test_gradient_of_a_reduction_has_the_layout_of_the_tensor(
-    layout: tuple[int, int], seed: int
-) -> None:
+def test_gradient_of_a_reduction_has_the_layout_of_the_tensor(layout, seed):
     """pytorch#131965: sums and means had plain gradients of the full shape, products failed."""
     assert run_ranks(check_gradients, prod(layout), *layout, seed) == [[]] * prod(layout)

@@ -453,9 +453,7 @@ def check_scaler(holder: int) -> float:
 
 
 @pytest.mark.parametrize(("holder", "scale"), [(-1, 4.0), (0, 2.0), (1, 2.0)])
-def test_grad_scaler_skips_on_every_rank_when_one_piece_has_an_inf(
-    holder: int, scale: float
-) -> None:
+def test_grad_scaler_skips_on_every_rank_when_one_piece_has_an_inf(holder, scale):
     assert run_ranks(check_scaler, 2, holder) == [scale, scale]
 
 

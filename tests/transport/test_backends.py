@@ -78,9 +78,7 @@ def group_of(**backends: str) -> SimpleNamespace:
         ({"xpu": "xccl"}, "xpu", "xpu:3"),
     ],
 )
-def test_devices_of_a_group(
-    backends: dict[str, str], main: str, message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_of_a_group(backends, main, message, monkeypatch):
     """ "cuda:nccl" was taken for a group of the CPU."""
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 3)
     group = group_of(**backends)
