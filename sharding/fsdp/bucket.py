@@ -36,7 +36,7 @@ from sharding.fsdp.parameter import (
 from sharding.fsdp.proofs import Proofs, UpdateLog, attach_log
 from sharding.fsdp.reduction import Reduction, ReductionWishes, Replicas
 from sharding.fsdp.slots import Slots
-from sharding.fsdp.transforms import outside_of_transforms
+from sharding.fsdp.transforms import outside_of_transforms, without_grad
 from sharding.planning.negotiation import BucketPlan
 from sharding.transport.axes import groups_of, shard_group
 from sharding.transport.collectives import Pending, PendingMean, Transport, next_tag
@@ -178,7 +178,7 @@ class Bucket:
         """Whether the shards have no memory yet."""
         return any(buffer.device.type == "meta" for buffer in self.buffers)
 
-    @torch.no_grad()
+    @without_grad
     def adopt(self, *, keeps_ties: bool = False) -> None:
         """Take parameters that left the flat buffers back in, values and all.
 
@@ -228,16 +228,18 @@ class Bucket:
                 parameter.sharded_grad = None
         return converted
 
-    @outside_of_transforms
-    @torch.no_grad()
     def unshard(self) -> None:
         """Start the gather of this bucket, unless it runs or is done.
 
         Raises:
             RuntimeError: The parameters are on the meta device.
         """
-        if self.state is not ShardedState.SHARDED:
-            return
+        if self.state is ShardedState.SHARDED:
+            self._start_gather()
+
+    @outside_of_transforms
+    @without_grad
+    def _start_gather(self) -> None:
         if not self.slots.hold(gathered=False):
             self.slots.check_present()
         if self.slots.assigned or self._places.have_changed():
@@ -390,7 +392,7 @@ class Bucket:
         """Return the scratch memory that all buckets of one model borrow from."""
         self.workspace = workspace
 
-    @torch.no_grad()
+    @without_grad
     def accumulate_grad(self, i: int) -> None:
         """Move an unsharded gradient into the slots; runs when autograd has accumulated it.
 
@@ -414,7 +416,7 @@ class Bucket:
         if self.grad_arrived is not None:
             self.grad_arrived()
 
-    @torch.no_grad()
+    @without_grad
     def reduce_grads(self, gathers: int) -> None:
         """Start the average of all gradients of the bucket, zeros for those that are missing.
 
@@ -446,7 +448,7 @@ class Bucket:
         )
         self._seen = set()
 
-    @torch.no_grad()
+    @without_grad
     def average_replicas(self) -> None:
         """Go on to the second step of a reduction over a 2-D mesh; see reduction.py."""
         if self._reduction is None or self.replicas is None or not self._reduction.is_first_step:
@@ -455,7 +457,7 @@ class Bucket:
         announce(f"{step} replicas of bucket {self.name!r}", self.groups)
         self.replicas.average(self._reduction, self.workspace, self._what)
 
-    @torch.no_grad()
+    @without_grad
     def wait_for_reduce(self) -> None:
         """Complete the average and set (or add to) the sharded gradients."""
         self.average_replicas()

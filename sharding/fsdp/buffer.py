@@ -145,6 +145,8 @@ class DistributedBuffer:
         self.unsharded = torch.empty(
             plan.world_size * plan.shard_numel, dtype=compute_dtype, device=device
         )  # (W * S,)
+        size = plan.shard_numel
+        self._own_slot = self.unsharded[rank * size : (rank + 1) * size]
         self.free_unsharded()
         self.grad_slots: Tensor | None = None  # (W, S + F), columns of `GradientSlots`
         self._pieces = [
@@ -237,15 +239,13 @@ class DistributedBuffer:
 
     def allocate(self) -> Tensor:
         """Give `unsharded` its memory."""
-        nbytes = self.unsharded.numel() * self.unsharded.element_size()
-        self.unsharded.untyped_storage().resize_(nbytes)
+        self.unsharded.untyped_storage().resize_(self.unsharded.nbytes)
         return self.unsharded
 
     def allocate_unsharded(self) -> Tensor:
         """Give `unsharded` its memory and write this rank's S elements, the only copy."""
         self.allocate()
-        size = self.plan.shard_numel
-        self.unsharded[self.rank * size : (self.rank + 1) * size].copy_(self.shard)
+        self._own_slot.copy_(self.shard)
         return self.unsharded
 
     def free_unsharded(self) -> None:
@@ -314,15 +314,16 @@ class DistributedBuffer:
 
     def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
         slots = self._slots()
+        length, origin = slots.stride(0), slots.storage_offset()
         views = []
         for piece in self._pieces[index]:
-            target = slots[
-                piece.row : piece.row + piece.rows, piece.column : piece.column + piece.width
-            ]
+            shape, first = (piece.rows, piece.width), origin + piece.row * length + piece.column
+            target = slots.as_strided(shape, (length, 1), first)  # half the time of two slices
             source = target
             if flat is not None:
-                end = piece.source + piece.rows * piece.width
-                source = flat[piece.source : end].view(piece.rows, piece.width)
+                numel = piece.rows * piece.width
+                part = flat if numel == flat.numel() else flat.narrow(0, piece.source, numel)
+                source = part.view(shape)
             views.append((target, source))
         return views
 

@@ -6,8 +6,9 @@ May touch: nothing; a container is copied where a tensor in it changes, and else
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, is_dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,36 +17,49 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 # What can hold no tensor; everything else that is not a known container might.
 PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
+_LEAF = (Tensor, *PLAIN)
 
 _Rebuild = Callable[[list[Any]], Any]
 
 
-def leaves(tree: Any, around: tuple[int, ...] = ()) -> Iterator[Any]:
+def leaves(tree: Any) -> list[Any]:
     """Return the tensors in `tree` and all else that is no container, in an order that is always
     the same.
 
     Args:
         tree: What a module took or returned.
-        around: The ids of the containers around it, for those that hold themselves.
     """
-    opened = None if isinstance(tree, (Tensor, *PLAIN)) or id(tree) in around else _open(tree)
+    found: list[Any] = []
+    _collect(tree, (), found)
+    return found
+
+
+def _collect(tree: Any, around: tuple[int, ...], found: list[Any]) -> None:
+    """Add the leaves of `tree`; `around` are the ids of the containers around it, for those that
+    hold themselves."""
+    opened = None if isinstance(tree, _LEAF) or id(tree) in around else _open(tree)
     if opened is None:
-        yield tree
+        found.append(tree)
         return
+    around = (*around, id(tree))
     for value in opened[0]:
-        yield from leaves(value, (*around, id(tree)))
+        _collect(value, around, found)
 
 
 def map_tensors(fn: Callable[[Tensor], Tensor], tree: Any, around: tuple[int, ...] = ()) -> Any:
-    """Return `tree` with `fn` of each tensor in its place, called in the order of `leaves`."""
+    """Return `tree` with `fn` of each tensor in its place, called in the order of `leaves`;
+    `around` is as in `_collect`."""
     if isinstance(tree, Tensor):
         return fn(tree)
+    if not tree and type(tree) in (dict, tuple):  # as the keywords of most calls
+        return tree
     opened = None if isinstance(tree, PLAIN) or id(tree) in around else _open(tree)
     if opened is None:
         return tree
     values, rebuild = opened
-    mapped = [map_tensors(fn, value, (*around, id(tree))) for value in values]
-    if all(new is old for new, old in zip(mapped, values, strict=True)):
+    around = (*around, id(tree))
+    mapped = [map_tensors(fn, value, around) for value in values]
+    if all(map(is_, mapped, values)):
         return tree
     return rebuild(mapped)
 

@@ -321,7 +321,7 @@ class ModuleState(AskedByTorch):
         """
         if not torch.is_grad_enabled():
             return True
-        parts = list(leaves(output))
+        parts = leaves(output)
         if in_transform():  # see [Note: transforms]
             values = [value_below(leaf) for leaf in parts if isinstance(leaf, Tensor)]
             for value in values:

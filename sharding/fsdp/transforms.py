@@ -46,6 +46,19 @@ def outside_of_transforms(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return outside
 
 
+def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Have a function run without autograd, at no cost where it is off, as in backward."""
+
+    @wraps(function)
+    def unrecorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if not torch.is_grad_enabled():
+            return function(*args, **kwargs)
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return unrecorded
+
+
 def value_below(x: Tensor) -> Tensor:
     """Return the plain tensor that transforms have wrapped; the tensor itself if none has."""
     while torch._C._functorch.is_functorch_wrapped_tensor(x):
