@@ -21,7 +21,7 @@ ORDER = {
         "negotiation plan_file"
     ).split(),
     "sharding.transport": (
-        "axes backends collectives agreement debug gradient_marks exchange"
+        "axes backends heralds collectives agreement debug gradient_marks exchange"
     ).split(),
     "sharding.tensor": [
         "placement",

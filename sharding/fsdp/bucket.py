@@ -252,14 +252,15 @@ class Bucket:
                 f"{[self.prefix + p.fqn for p in self.parameters]}; call "
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
-        announce(f"gather of bucket {self.name!r}", self.groups)
+        event = f"gather of bucket {self.name!r}"
+        announce(event, self.groups)
         self.proofs.record_gather(self._tag)
         if self._held:
-            self._gather = self._held.gather(self.buffers, self._tag)
+            self._gather = self._held.gather(self.buffers, self._tag, event)
         else:
             self._gathered.note_sources()
             unsharded = [buffer.allocate_unsharded() for buffer in self.buffers]
-            self._gather = self.transport.all_gather_(unsharded, self._tag)
+            self._gather = self.transport.all_gather_(unsharded, self._tag, event)
         self.state = ShardedState.IN_FLIGHT
 
     @outside_of_transforms
@@ -293,7 +294,9 @@ class Bucket:
             self._held.drop()
         if self.state is ShardedState.SHARDED and self.slots.hold(gathered=False):
             return
-        self._finish_gather()
+        if self._gather is not None:
+            self._gather.drop(f"the gather of bucket {self.name!r}")
+            self._gather = None
         if self.state is ShardedState.UNSHARDED:
             self._write_back()
             if held_by:
@@ -428,7 +431,8 @@ class Bucket:
         """
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
-        announce(f"reduction of bucket {self.name!r}", self.groups)
+        event = f"reduction of bucket {self.name!r}"
+        announce(event, self.groups)
         means: list[PendingMean | None] = []
         numbers = gathers, self.updates.number & 255
         for slots in self._slots:
@@ -441,7 +445,7 @@ class Bucket:
                 seen = {self.parameters[i].index for i in members if i in self._seen}
                 self.buffers[segment].complete_slots(seen, numbers)
                 self.wishes.scale(self.buffers[segment], self.groups)
-            means.append(slots.reduce(self.transport, self.workspace))
+            means.append(slots.reduce(self.transport, self.workspace, event))
         borrowed = [slots.release() for slots in self._slots]
         self._reduction = Reduction(
             means, borrowed, self._seen, [numbers], is_first_step=self.replicas is not None

@@ -43,13 +43,13 @@ class GradientSlots:
         self._borrowed.append(tensor)
         return tensor[:numel]
 
-    def reduce(self, transport: Transport, workspace: Workspace) -> PendingMean:
-        """Start the one reduction."""
+    def reduce(self, transport: Transport, workspace: Workspace, event: str) -> PendingMean:
+        """Start the one reduction; `event` names it."""
         if self._flat is None:
             raise RuntimeError("gradients are reduced before the gradient slots exist")
         numel = transport.reduce_workspace_numel(self.first_columns[-1])
         received = self._borrow(workspace, numel) if numel else None
-        return transport.reduce_scatter_(self._flat, received)
+        return transport.reduce_scatter_(self._flat, received, event)
 
     def release(self) -> list[Tensor]:
         """Hand over what was borrowed; a gradient that comes later borrows anew."""

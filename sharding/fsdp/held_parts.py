@@ -49,13 +49,13 @@ class HeldParts:
         own = self._transports[ranks].rank
         self._parts = [buffer.unsharded.view(ranks, -1)[own].clone() for buffer in buffers]
 
-    def gather(self, buffers: Sequence[DistributedBuffer], tag: int) -> Pending:
+    def gather(self, buffers: Sequence[DistributedBuffer], tag: int, event: str) -> Pending:
         """Start to fill the buffers from the parts of the group, which are held no more."""
         transport = self._transports[self._ranks]
         for buffer, part in zip(buffers, self._parts, strict=True):
             buffer.allocate().view(self._ranks, -1)[transport.rank].copy_(part)
         self.drop()
-        return transport.all_gather_([buffer.unsharded for buffer in buffers], tag)
+        return transport.all_gather_([buffer.unsharded for buffer in buffers], tag, event)
 
     def drop(self) -> None:
         """Hold nothing."""

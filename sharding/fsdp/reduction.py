@@ -176,7 +176,9 @@ class Replicas:
                 flat = workspace.borrow(numel, addend.dtype, addend.device)
                 reduction.borrowed[i].append(flat)
                 received = flat[:numel]
-            reduction.means[i] = self.transport.all_reduce_(addend, received, tag, divisor)
+            reduction.means[i] = self.transport.all_reduce_(
+                addend, received, tag, divisor, f"average of {what}"
+            )
 
     def _with_kept(
         self, totals: Sequence[tuple[Tensor, int] | None], reduction: Reduction

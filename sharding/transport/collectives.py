@@ -9,10 +9,10 @@ in place.
 Pairwise (gloo up to 16 ranks): every pair of ranks exchanges slots straight from and into the flat
 buffers, and sums are taken in rank order in fp32. Over TCP that is about three times faster than
 gloo's all-gather and emulated reduce-scatter, and the sum of an element does not depend on where it
-lies in the buffer. An all-reduce is a gather, and the sum on every rank. Reductions, and gathers of
-two ranks, are one all-to-all: gloo runs it on a thread of its own, while send and recv copy in the
-thread that posts them. Gathers of more ranks are sends and receives (an all-to-all would need the
-slot once for each peer), matched by a tag.
+lies in the buffer. An all-reduce is a gather, and the sum on every rank. Reductions are one
+all-to-all: gloo runs it on a thread of its own, while send and recv copy in the thread that posts
+them. Gathers are sends and receives (an all-to-all would need the slot once for each peer), matched
+by a tag. Each is announced before: see [Note: heralds] in heralds.py.
 
 The segments of a bucket are gathered by one call: natively coalesced into one launch, pairwise with
 the messages of all segments in flight together. Their gradients share one buffer to begin with.
@@ -33,6 +33,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.transport.backends import backend_of
+from sharding.transport.heralds import Herald, Heralds
 
 PAIRWISE_MAX_RANKS = 16
 
@@ -54,6 +55,16 @@ def next_tag(group: dist.ProcessGroup) -> int:
     return next(_tags.setdefault(group, itertools.count(1)))
 
 
+_heralds: weakref.WeakKeyDictionary[dist.ProcessGroup, Heralds] = weakref.WeakKeyDictionary()
+
+
+def heralds_of(group: dist.ProcessGroup) -> Heralds:
+    """Return the heralds that all transports of a group share."""
+    if group not in _heralds:
+        _heralds[group] = Heralds(group, next_tag(group))
+    return _heralds[group]
+
+
 def is_pairwise(backend: str, world_size: int) -> bool:
     """Return whether ranks exchange slots in pairs; see [Note: two transports]."""
     return backend == "gloo" and 1 < world_size <= PAIRWISE_MAX_RANKS
@@ -67,27 +78,51 @@ class Waitable(Protocol):
 
 
 class Pending:
-    """Communication in flight; keeps its tensors alive until `wait`."""
+    """Communication in flight; keeps its tensors alive until `wait`.
 
-    __slots__ = ("_tensors", "_works")
+    Args:
+        works: The handles of what was posted.
+        tensors: What it reads and writes.
+        herald: What announced it, where anything did.
+    """
 
-    def __init__(self, works: Sequence[Waitable], tensors: Sequence[Tensor] = ()) -> None:
+    __slots__ = ("_herald", "_tensors", "_works")
+
+    def __init__(
+        self,
+        works: Sequence[Waitable],
+        tensors: Sequence[Tensor] = (),
+        herald: Herald | None = None,
+    ) -> None:
         self._works = works
         self._tensors = tensors
+        self._herald = herald
 
     def wait(self, what: str) -> None:
         """Complete the communication: on CUDA for the current stream, else for the host.
 
         Raises:
-            RuntimeError: It failed or timed out; says in `what`.
+            RuntimeError: It failed or timed out; says in `what`. Or peers announced another.
         """
-        works, self._works = self._works, ()
+        herald, self._herald = self._herald, None
         try:
-            for work in works:
-                work.wait()
+            difference = None if herald is None else herald.difference()
+            if difference is None:
+                for work in self._works:
+                    work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"{what} did not complete: {error}") from error
+        finally:
+            self._works = ()  # while their memory is there: what comes later finds no receiver
+        if difference is not None:
+            raise RuntimeError(difference)
         self._tensors = ()
+
+    def drop(self, what: str) -> None:
+        """Have the memory free for others: wait, but not where ranks have been found to differ."""
+        if self._herald is not None and self._herald.is_void:
+            self._works, self._herald = (), None
+        self.wait(what)
 
 
 class Transport:
@@ -105,6 +140,7 @@ class Transport:
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
         self.pairwise = is_pairwise(backend_of(group, device_type), self.world_size)
+        self.heralds = heralds_of(group) if self.pairwise else None
         self.sums_only = False  # whether a native backend is asked for sums, not averages
 
     @property
@@ -115,7 +151,10 @@ class Transport:
     def _left_to_divide(self) -> int:
         return self.world_size if self.sums_only else 1
 
-    def all_gather_(self, buffers: Sequence[Tensor], tag: int) -> Pending:
+    def _announced(self, event: str) -> Herald | None:
+        return None if self.heralds is None else self.heralds.send(event)
+
+    def all_gather_(self, buffers: Sequence[Tensor], tag: int, event: str) -> Pending:
         """Fill each of `buffers` from every rank's own slot of it, as one call.
 
         The buffers may differ in length and dtype. Native backends get them as one group; pairwise,
@@ -124,17 +163,15 @@ class Transport:
         Args:
             buffers: (world_size * S,) each; slot `rank` holds this rank's part already.
             tag: Tells concurrent calls apart; the same on all ranks.
+            event: Names the call where ranks differ.
         """
         if self.world_size == 1 or not buffers:
             return Pending(())
         slots = [buffer.view(self.world_size, -1) for buffer in buffers]
         if not self.pairwise:
             return Pending(self._native_all_gather(buffers, slots), buffers)
+        herald = self._announced(event)
         works = []
-        if self.world_size == 2:
-            for each in slots:
-                works += self._swap(each[1 - self.rank], each[self.rank])
-            return Pending(works, buffers)
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
@@ -145,7 +182,7 @@ class Transport:
                 works += _posted(
                     dist.isend(each[self.rank], group=self.group, group_dst=target, tag=tag)
                 )
-        return Pending(works, buffers)
+        return Pending(works, buffers, herald)
 
     def _native_all_gather(
         self, buffers: Sequence[Tensor], slots: Sequence[Tensor]
@@ -170,12 +207,13 @@ class Transport:
         """Return elements of the receive buffer of `reduce_scatter_`; 0 where it works in place."""
         return slot_numel * self.world_size if self.pairwise else 0
 
-    def reduce_scatter_(self, buffer: Tensor, workspace: Tensor | None) -> PendingMean:
+    def reduce_scatter_(self, buffer: Tensor, workspace: Tensor | None, event: str) -> PendingMean:
         """Start the average over ranks of this rank's slot of `buffer`.
 
         Args:
             buffer: (world_size * slot,), this rank's addends for every rank's slot. Overwritten.
             workspace: (`reduce_workspace_numel(slot)`,) of the same dtype, or `None` if that is 0.
+            event: Names the call where ranks differ.
         """
         slots = buffer.view(self.world_size, -1)
         if not self.pairwise:
@@ -186,6 +224,7 @@ class Transport:
             return PendingMean(Pending(_posted(work), (buffer,)), [mine], self._left_to_divide)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
+        herald = self._announced(event)
         received = list(workspace.view(self.world_size, -1).unbind(0))
         if self.world_size == 2:
             works = self._swap(received[1 - self.rank], slots[1 - self.rank])
@@ -194,14 +233,15 @@ class Transport:
             splits = [slots.shape[1]] * self.world_size
             work = all_to_all(workspace, buffer, splits, splits, self.group, async_op=True)
             works = _posted(work)
-        return PendingMean(Pending(works, (buffer, workspace)), received, divisor=self.world_size)
+        pending = Pending(works, (buffer, workspace), herald)
+        return PendingMean(pending, received, divisor=self.world_size)
 
     def all_reduce_workspace_numel(self, numel: int) -> int:
         """Return elements of the receive buffer of `all_reduce_`; 0 where it works in place."""
         return numel * self.world_size if self.pairwise else 0
 
     def all_reduce_(
-        self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: int
+        self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: int, event: str
     ) -> PendingMean:
         """Start the average over ranks of `addend / divisor`; the same bits on every rank.
 
@@ -210,6 +250,7 @@ class Transport:
             workspace: (`all_reduce_workspace_numel(n)`,) of the same dtype, or `None` if that is 0.
             tag: Tells concurrent calls apart; the same on all ranks.
             divisor: What an earlier sum left to be divided by; the division is done once.
+            event: Names the call where ranks differ.
         """
         if self.world_size == 1:
             return PendingMean(Pending(()), [addend], divisor)
@@ -221,7 +262,7 @@ class Transport:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         slots = workspace.view(self.world_size, -1)
         slots[self.rank].copy_(addend)
-        pending = self.all_gather_([workspace], tag)
+        pending = self.all_gather_([workspace], tag, event)
         return PendingMean(pending, list(slots.unbind(0)), divisor * self.world_size)
 
 
@@ -278,7 +319,7 @@ class PendingMean:
 
     def drop(self, what: str) -> None:
         """Wait for the communication, and forget what it brought."""
-        self._pending.wait(what)
+        self._pending.drop(what)
         self._addends = []
 
     def _sum_in_rank_order(self) -> Tensor:

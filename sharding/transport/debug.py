@@ -2,10 +2,11 @@
 
 May touch: the environment, parameters (to read them), one small collective per check.
 
-Off, ranks that gather buckets in different orders are found by the next reduction where collectives
-match by order (see [Note: order of collectives] in root.py), or wait until the timeout of the
-process group. On, every collective is announced before it is posted, and a difference raises on all
-ranks at once, naming it.
+Off, ranks that gather buckets in different orders are found where they do over gloo (see
+[Note: heralds] in heralds.py), and by the next reduction elsewhere if collectives match by order
+(see [Note: order of collectives] in root.py), or they wait until the timeout of the process group.
+On, every collective is announced before it is posted, and a difference raises on all ranks at once,
+naming it.
 """
 
 from __future__ import annotations

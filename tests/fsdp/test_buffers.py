@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import run_ranks
+from ranks import run_ranks, unannounced
 from sharding import fully_shard, layout
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace, slot_pieces
@@ -34,7 +34,10 @@ def ops_of_unshard() -> list[tuple[list[tuple[str, list[int]]], int]]:
     result = []
     for bucket in buckets_of(model):
         dist.barrier()
-        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        with (
+            unannounced(),
+            profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler,
+        ):
             bucket.unshard()
             bucket.wait_for_unshard()
         writes = [
@@ -176,9 +179,9 @@ def reduced_numels() -> tuple[list[int], list[str], float]:
     model = fully_shard(Adapted())
     reduce_scatter, numels = Transport.reduce_scatter_, []
 
-    def noted(self: Transport, buffer: Tensor, workspace: Tensor | None) -> PendingMean:
+    def noted(self: Transport, buffer: Tensor, *others: object) -> PendingMean:
         numels.append(buffer.numel())
-        return reduce_scatter(self, buffer, workspace)
+        return reduce_scatter(self, buffer, *others)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Transport, "reduce_scatter_", noted)

@@ -72,9 +72,9 @@ class CountsGathers:
     def __getattr__(self, name: str) -> object:
         return getattr(self.transport, name)
 
-    def all_gather_(self, buffers: list[Tensor], tag: int) -> object:
+    def all_gather_(self, buffers: list[Tensor], tag: int, event: str) -> object:
         self.count += 1
-        return self.transport.all_gather_(buffers, tag)
+        return self.transport.all_gather_(buffers, tag, event)
 
     def since(self) -> int:
         """How often since the last call of this."""

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from legality import draw_tensors, lies_legally
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.profiler import ProfilerActivity, profile
 from torch.testing import assert_close
 
 import vfsdp_optim
 from benchmarks.planner_figures import Model, segments, specs
-from ranks import distributed_examples, run_ranks
+from ranks import collectives, distributed_examples, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.gradient_slots import GradientSlots
@@ -193,7 +192,7 @@ def execute(parts: list[SegmentPlan], native: bool) -> None:
     for s, i, full in tensors:
         buffers[s].copy_from_full(i, full)
     unsharded = [buffer.allocate_unsharded() for buffer in buffers]
-    transport.all_gather_(unsharded, next_tag(dist.group.WORLD)).wait("the gather")
+    transport.all_gather_(unsharded, next_tag(dist.group.WORLD), "gather").wait("it")
     covered = [torch.zeros_like(buffer, dtype=torch.bool) for buffer in unsharded]
     for s, i, full in tensors:
         start = parts[s].offsets[i]
@@ -211,7 +210,7 @@ def execute(parts: list[SegmentPlan], native: bool) -> None:
     for s, i, full in tensors:
         buffers[s].write_grad(i, full * (2 * rank), accumulate=False)
     for pack in packs:
-        mean = pack.reduce(transport, workspace)
+        mean = pack.reduce(transport, workspace, "reduction")
         mean.wait("the reduction")
         for buffer, first in zip(pack.buffers, pack.first_columns, strict=False):
             mean.write_into(buffer.reduced(), first, accumulate=False)
@@ -321,16 +320,13 @@ def collectives_of_a_step() -> list[str]:
     fully_shard(model, structure=partial(panels, 2))
     assert len(state_of(model).bucket.plan.segments) == 2
     model(torch.randn(2, 256)).sum().backward()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        model(torch.randn(2, 256)).sum().backward()
-    events = [event for event in profiler.events() if event.name.startswith("c10d::")]
-    return [event.name for event in sorted(events, key=lambda event: event.time_range.start)]
+    return collectives(lambda: model(torch.randn(2, 256)).sum().backward())
 
 
 def test_segments_add_no_reduction():
     for names in run_ranks(collectives_of_a_step, 2):
-        # One swap for each segment, gathered once (the root keeps its parameters), one reduction.
-        assert names == ["c10d::alltoall_base_"] * 3
+        # Each segment is received and sent once (the root keeps its parameters), one reduction.
+        assert names == ["c10d::recv_", "c10d::send"] * 2 + ["c10d::alltoall_base_"]
 
 
 def convert_one_segment() -> None:

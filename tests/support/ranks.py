@@ -1,14 +1,17 @@
 """The rank pool that all tests share, examples for tests that use it, and what ranks call."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
+import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
 from torch.profiler import ProfilerActivity, profile
 
+from sharding.transport.collectives import Transport
 from vfsdp_optim.testing.pool import RankError, RankPool, close, run_ranks
 
 __all__ = [
@@ -20,6 +23,7 @@ __all__ = [
     "distributed_examples",
     "on_ranks",
     "run_ranks",
+    "unannounced",
 ]
 
 Test = TypeVar("Test", bound=Callable[..., Any])
@@ -65,9 +69,18 @@ def assert_as_one_process(
             torch.testing.assert_close(found, expected, **close)
 
 
+@contextmanager
+def unannounced() -> Iterator[None]:
+    """No heralds, as on a device."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Transport, "_announced", lambda *_: None)
+        yield
+
+
 def collectives(function: Callable[[], Any]) -> list[str]:
-    """Names of the process group's calls, in order. Sizes of uneven exchanges differ by rank."""
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    """Names of the process group's calls, in order, without what announces them. Sizes of uneven
+    exchanges differ by rank."""
+    with unannounced(), profile(activities=[ProfilerActivity.CPU]) as profiler:
         function()
     events = [e for e in profiler.events() if e.name.startswith("c10d::")]
     return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
