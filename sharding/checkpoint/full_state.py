@@ -372,7 +372,7 @@ def _receive_state(
     start, stop = like.bounds
     piece = torch.empty(stop - start, dtype=value.dtype, device=like._local_tensor.device)
     sender.scatter(where, value, like, piece)
-    return RaggedDTensor.from_local(piece, like.device_mesh, like.placement, like.shape)
+    return like.over(piece)
 
 
 # -- transport -------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from sharding.fsdp.module_state import state_of
-from sharding.fsdp.originals import sharded_as
+from sharding.fsdp.originals import any_sharded, sharded_as
 from sharding.fsdp.proofs import logs_of
 from sharding.planning.structure import DeclaresStructure, Structure
 from sharding.transport.axes import groups_of
@@ -299,7 +299,7 @@ def _check_embedding(fqn: str, held: Sequence[Site]) -> None:
 def check_optimizer(optimizer: DeclaresStructure | None) -> None:
     """Refuse an optimizer that holds what an earlier call sharded without telling it."""
     for group in optimizer.param_groups if optimizer is not None else ():
-        for parameter in group["params"]:
+        for parameter in group["params"] if any_sharded(group["params"]) else ():
             if (fqn := sharded_as(parameter)) is not None:
                 raise ValueError(
                     f"optimizer: {fqn} was sharded by an earlier fully_shard call that did not get "

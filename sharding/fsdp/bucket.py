@@ -139,19 +139,19 @@ class Bucket:
         original = module._parameters[name]
         if original is None:
             raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
-        form = self._form(i)
+        form = self._cuts[i] if i in self._cuts else self._ragged_form(i)
         buffer.copy_from_full(index, form.flat(original.detach()))
         local = form.sharded(buffer.local_view(index))
         sharded = cast(DTensor, nn.Parameter(local, requires_grad=original.requires_grad))
         sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
         attach_log(sharded, self.updates)
-        unsharded = self._make_unsharded(i)
+        unsharded = self._make_unsharded(i, form)
         return BucketParameter(spec.fqn, sites, segment, index, form, sharded, unsharded)
 
-    def _make_unsharded(self, i: int) -> nn.Parameter:
+    def _make_unsharded(self, i: int, form: Form) -> nn.Parameter:
         """Parameter `i` as forward sees it; its gradients go to `accumulate_grad`."""
         segment, index = self.plan.location[i]
-        unsharded = self.buffers[segment].unsharded_parameter(index, self._form(i).gathered)
+        unsharded = self.buffers[segment].unsharded_parameter(index, form.gathered)
         mark_gathered(unsharded, self.plan.params[i].fqn)
         if unsharded.dtype.is_floating_point or unsharded.dtype.is_complex:
             unsharded.requires_grad_(True)  # hooks can only be put on a tensor that requires grad
@@ -159,10 +159,8 @@ class Bucket:
             unsharded.requires_grad_(False)  # until it is unsharded
         return unsharded
 
-    def _form(self, i: int) -> Form:
-        """How parameter `i` lies in its buffer."""
-        if i in self._cuts:
-            return self._cuts[i]
+    def _ragged_form(self, i: int) -> RaggedForm:
+        """How parameter `i` lies in its buffer, where the plan has cut it."""
         return RaggedForm(self.mesh, placement_in(self.plan, i), self.plan.params[i].shape)
 
     def describe(self) -> str:
@@ -224,7 +222,7 @@ class Bucket:
                 view.copy_(piece)
             parameter.sharded._local_tensor = parameter.form.local(view)
             if converted:
-                parameter.unsharded = self._make_unsharded(i)
+                parameter.unsharded = self._make_unsharded(i, parameter.form)
                 parameter.sharded_grad = None
         return converted
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from functools import cache
+from itertools import repeat
+from operator import attrgetter, contains
 from typing import Any
 
 import torch
@@ -20,11 +22,18 @@ from sharding.fsdp.slots import check_step
 
 # Set on the original of a sharded parameter: whoever meets it later holds what no module has.
 _TAKEN = "_fully_sharded_as"
+_MARKS = attrgetter("__dict__")
 
 
 def sharded_as(parameter: Tensor) -> str | None:
     """Return the fqn under which `fully_shard` took an original parameter; None if it did not."""
     return parameter.__dict__.get(_TAKEN)
+
+
+def any_sharded(parameters: Iterable[Tensor]) -> bool:
+    """Return whether `sharded_as` knows one of these: in C, because it is asked in every step, and
+    of all parameters in every call of `fully_shard`."""
+    return any(map(contains, map(_MARKS, parameters), repeat(_TAKEN)))
 
 
 def mark_sharded(parameter: Tensor, fqn: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -122,6 +122,27 @@ class RaggedDTensor(GradientHooks):
         meta = TensorMeta(torch.Size(shape), strides, local.dtype)
         spec = DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta)
         return RaggedDTensor(local, spec, requires_grad=requires_grad)
+
+    def over(self, local: Tensor) -> RaggedDTensor:
+        """Return another tensor that is laid out as this one, as a parameter's states are.
+
+        Args:
+            local: (n,) contiguous, of any dtype: this rank's piece of it. Not differentiated.
+
+        Raises:
+            ValueError: `local` is not as this rank's piece of this tensor.
+        """
+        if (
+            local.shape != self._local_tensor.shape
+            or not local.is_contiguous()
+            or local.requires_grad
+        ):
+            raise ValueError(
+                f"expected a contiguous tensor that does not require grad, of shape "
+                f"{tuple(self._local_tensor.shape)} as this rank's piece is, got shape "
+                f"{tuple(local.shape)}, strides {local.stride()}, {local.requires_grad=}"
+            )
+        return cast(RaggedDTensor, wrap(RaggedDTensor, local, self._spec))
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -5,6 +5,7 @@ import gc
 import pytest
 from torch import nn
 
+from sharding.fsdp.many_objects import collector_paused
 from vfsdp_optim import param_groups
 
 
@@ -29,3 +30,21 @@ def test_groups_are_made_without_the_collector_which_then_is_as_before(enabled: 
     finally:
         gc.enable()
     assert (model.collecting, after, after_error) == (False, enabled, enabled)
+
+
+@pytest.mark.parametrize("frozen", [True, False])
+def test_many_objects_that_stay_count_as_old_unless_a_user_has_frozen_others(frozen: bool) -> None:
+    (gc.freeze if frozen else gc.unfreeze)()
+    try:
+        before = gc.get_freeze_count()
+        with collector_paused():
+            made = [[i] for i in range(50_000)]
+            young = len(gc.get_objects(generation=0))
+        old = sum(
+            isinstance(each, list) and len(each) == 1 for each in gc.get_objects(generation=2)
+        )
+        assert bool(gc.get_freeze_count()) == bool(before) == frozen
+    finally:
+        gc.unfreeze()
+    assert young > len(made)
+    assert (old >= len(made)) is not frozen

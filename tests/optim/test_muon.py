@@ -280,4 +280,7 @@ def test_demands_are_blocks_at_rest_and_whole_matrices_in_the_step():
     assert (stored.structure, stored.when) == (Blocks(256), "stored")
     assert (step.structure, step.when, step.by) == (FullMatrix(), "step", "Muon")
     assert [d.when for d in optimizer.demands(params[2])] == ["stored"]
-    assert optimizer.demands(nn.Parameter(torch.zeros(2))) == ()
+    stranger = nn.Parameter(torch.zeros(2, 2))
+    assert optimizer.demands(stranger) == ()
+    optimizer.param_groups[0]["params"][0] = stranger  # in place, the same number of parameters
+    assert (optimizer.group_of(stranger), optimizer.group_of(params[0])) == (0, None)

@@ -148,6 +148,12 @@ def check_from_local_errors() -> None:
     for local in (torch.ones(6), torch.ones(numel, 1), torch.ones(2 * numel)[::2]):
         with pytest.raises(ValueError, match=rf"contiguous tensor of {numel} elements.*rank"):
             RaggedDTensor.from_local(local, mesh, placement, (4, 3))
+        with pytest.raises(ValueError, match=rf"contiguous tensor.*of shape \({numel},\) as"):
+            x.over(local)
+    codes = x.over(torch.ones(numel, dtype=torch.uint8))
+    assert (codes.placements, codes.shape, codes.dtype) == (x.placements, x.shape, torch.uint8)
+    with pytest.raises(ValueError, match="requires_grad=True"):
+        x.over(good.clone().requires_grad_())
     with pytest.raises(ValueError, match="requires_grad=True"):
         RaggedDTensor.from_local(good.clone().requires_grad_(), mesh, placement, (4, 3))
     with pytest.raises(ValueError, match="3 ranks"):

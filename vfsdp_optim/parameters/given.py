@@ -2,12 +2,13 @@
 
 import warnings
 from collections.abc import Iterator, Sequence
+from operator import eq
 from typing import Any
 
 from torch import Tensor
 
 from sharding.fsdp.gathered import gathered_from
-from sharding.fsdp.originals import sharded_as
+from sharding.fsdp.originals import any_sharded, sharded_as
 
 
 def named(group: dict[str, Any], where: str) -> Iterator[tuple[Tensor, str]]:
@@ -54,7 +55,7 @@ def check_current(groups: list[dict[str, Any]]) -> None:
     Raises:
         RuntimeError: a group holds one; the module trains another parameter.
     """
-    if not any(sharded_as(param) for group in groups for param in group["params"]):
+    if not any(any_sharded(group["params"]) for group in groups):
         return
     for g, group in enumerate(groups):
         for param, fqn in named(group, f"group {g}"):
@@ -72,22 +73,32 @@ class GroupPlaces:
 
     def __init__(self) -> None:
         self._of: dict[int, tuple[int, int]] = {}  # id of a parameter -> group, index
+        self._ids: list[list[int]] = []  # by group, when they were looked at
 
     def find(self, groups: Sequence[dict[str, Any]], param: Tensor) -> tuple[int, int] | None:
         """Return the group and the index in it of this very parameter; None if none has it."""
         place = self._of.get(id(param))
+        if place is None and self._is_current(groups):
+            return None
         if place is None or not _is_at(groups, param, *place):
-            self._of = {
-                id(p): (g, i)
-                for g, group in enumerate(groups)
-                for i, p in enumerate(group["params"])
-            }
+            self._ids = [list(map(id, group["params"])) for group in groups]
+            self._of = {p: (g, i) for g, ids in enumerate(self._ids) for i, p in enumerate(ids)}
             place = self._of.get(id(param))
         return place
 
+    def _is_current(self, groups: Sequence[dict[str, Any]]) -> bool:
+        """Return whether nobody has edited groups; in C, as what is in no group asks each time."""
+        counts = [len(group["params"]) for group in groups]
+        return counts == list(map(len, self._ids)) and all(
+            all(map(eq, map(id, group["params"]), ids))
+            for group, ids in zip(groups, self._ids, strict=True)
+        )
+
     def note(self, param: Tensor, place: tuple[int, int]) -> None:
         """Remember a parameter that was put into a place."""
+        group, index = place
         self._of[id(param)] = place
+        self._ids[group][index] = id(param)
 
 
 def _is_at(groups: Sequence[dict[str, Any]], param: Tensor, group: int, index: int) -> bool:

@@ -261,7 +261,7 @@ class ParamShard:
         """Return a view of the 1-D `state` as users see it: laid out as the parameter."""
         param = self.param
         if isinstance(param, RaggedDTensor):
-            return RaggedDTensor.from_local(state, param.device_mesh, param.placement, param.shape)
+            return param.over(state)
         local = state.view(self.tensor.shape)
         if not isinstance(param, DTensor):
             return local

@@ -6,9 +6,10 @@ A span is a maximal sequence of parameters of one group whose pieces on this ran
 other in one storage, as in the flat buffers of `sharding`: each starts where the one before ends,
 rounded up to the alignment. The gaps are padding, which is zero in parameters and gradients, so
 that element-wise updates may run over it. The state of a span is one flat tensor per state key, cut
-the same way. A plain tensor, and an empty piece, is a span of its own. In a step a span is one run
-when every parameter in it has a gradient, the gradients lie like the parameters, and all took the
-same number of steps; else it is cut into the longest runs for which that holds.
+the same way. A plain tensor is a span of its own; empty pieces of one kind are one, which no step
+looks at. In a step a span is one run when every parameter in it has a gradient, the gradients lie
+like the parameters, and all took the same number of steps; else it is cut into the longest runs for
+which that holds.
 """
 
 from collections.abc import Iterator, Sequence
@@ -326,12 +327,17 @@ def _reaches(grad: Tensor | None, numel: int) -> bool:
 
 def find_spans(members: Sequence[Member]) -> list[Span]:
     """Sort members into spans and allocate their state. See [Note: spans and runs]."""
-    alone = [m for m in members if not _can_join(m)]
+    alone = [[m] for m in members if m.numel and not _can_join(m)]
+    empty: dict[object, list[Member]] = {}  # nothing to update: their states are made together
+    for member in members:
+        if not member.numel:
+            kinds = tuple(member.formats.items())
+            empty.setdefault((member.group, member.device, kinds), []).append(member)
     packed = sorted(
         (m for m in members if _can_join(m)),
         key=lambda m: (m.group, str(m.param.device), m.pointer),
     )
-    chains: list[list[Member]] = [[m] for m in alone]
+    chains: list[list[Member]] = [*alone, *empty.values()]
     open_chain = False
     for member in packed:
         if open_chain and _follows(chains[-1], member):

@@ -7,6 +7,7 @@ shapes and layouts alone, so every rank of a group makes the same ones.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from typing import Any
 
@@ -303,10 +304,9 @@ def check_exchange(
     Raises:
         ValueError: one does not.
     """
-    units = structure.units(shard.param.shape)
-    if shard.ranks is None or not units:
+    largest = None if shard.ranks is None else _largest_unit(structure, shard.param.shape)
+    if largest is None:
         return
-    largest = max(units, key=lambda unit: unit.numel)
     copies = _copies(shard)
     unit = HeldUnit(fqn, 0, largest.numel, 0, (), shard.grid)
     needed = wire.itemsize * unit.least_slot(two_ways=two_ways or copies > 1)
@@ -319,3 +319,8 @@ def check_exchange(
             f"bytes, more than max_exchange_bytes={max_exchange_bytes!r}; pass max_exchange_bytes="
             f"{needed} or more"
         )
+
+
+@lru_cache(maxsize=1024)
+def _largest_unit(structure: Structure, shape: torch.Size) -> Unit | None:
+    return max(structure.units(shape), key=lambda unit: unit.numel, default=None)

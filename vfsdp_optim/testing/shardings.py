@@ -234,15 +234,14 @@ class GradientSetter:
         start, stop = param.bounds
         piece = buffers[key].as_strided(local.shape, (1,), local.storage_offset())
         piece.copy_(full.reshape(-1)[start:stop])
-        return RaggedDTensor.from_local(piece, param.device_mesh, param.placement, full.shape)
+        return param.over(piece)
 
 
 def cut_like(full: Tensor, param: Tensor) -> Tensor:
     """Return `full` laid out as `param` is, without communication."""
     if isinstance(param, RaggedDTensor):
         start, stop = param.bounds
-        local = full.reshape(-1)[start:stop].clone()
-        return RaggedDTensor.from_local(local, param.device_mesh, param.placement, full.shape)
+        return param.over(full.reshape(-1)[start:stop].clone())
     if isinstance(param, DTensor):
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
     return full.clone()
