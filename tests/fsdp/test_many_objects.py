@@ -40,9 +40,7 @@ def test_many_objects_that_stay_count_as_old_unless_a_user_has_frozen_others(fro
         with collector_paused():
             made = [[i] for i in range(50_000)]
             young = len(gc.get_objects(generation=0))
-        old = sum(
-            isinstance(each, list) and len(each) == 1 for each in gc.get_objects(generation=2)
-        )
+        old = sum(type(each) is list for each in gc.get_objects(generation=2))
         assert bool(gc.get_freeze_count()) == bool(before) == frozen
     finally:
         gc.unfreeze()
