@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import distributed_examples, on_ranks, run_ranks
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 
@@ -126,12 +126,14 @@ def check_chunks(units: dict[str, tuple[int, ...]]) -> None:
             x.__get_tensor_shard__(MetadataIndex(name, torch.Size([99])))
 
 
+@distributed_examples
 @given(world_size=st.sampled_from([1, 2, 3, 5]), seed=st.integers(0, 1000))
 def test_chunks_of_a_rank_are_its_range(world_size: int, seed: int) -> None:
     run_ranks(check_chunks, world_size, cuts(world_size, seed))
 
 
-def check_state_dicts() -> None:
+@on_ranks(3)
+def test_state_dict_functions_of_torch_work_or_raise_before_they_write() -> None:
     torch.manual_seed(0)
     weight = torch.randn(4, 3)
     model = nn.Linear(3, 4)
@@ -174,7 +176,3 @@ def check_state_dicts() -> None:
         )
     assert model.weight.full_tensor().equal(stepped)
     assert model.bias.full_tensor().all()
-
-
-def test_state_dict_functions_of_torch_work_or_raise_before_they_write() -> None:
-    run_ranks(check_state_dicts, 3)

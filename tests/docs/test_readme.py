@@ -1,19 +1,19 @@
 """The README: its code runs as written, its names and files are there."""
 
-import os
 import re
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import sharding
 import vfsdp_optim
+from as_script import EXAMPLES, run_script
 from ranks import run_ranks
 
 ROOT = Path(__file__).parents[2]
@@ -80,18 +80,16 @@ def test_property_test_runs_as_it_stands():
     exec(compile(block, "README.md", "exec"), {"vfsdp_optim": vfsdp_optim})
 
 
-def test_quickstart_is_the_example_and_learns():
-    example = ROOT / "examples" / "quickstart.py"
+def test_quickstart_is_the_example_and_learns(monkeypatch):
+    example = EXAMPLES / "quickstart.py"
     assert example.read_text() == QUICKSTART
-    done = subprocess.run(
-        [sys.executable, example],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "160"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    started: list[list[str]] = []
+    monkeypatch.setattr(torch.distributed.run, "main", started.append)
+    runpy.run_path(str(example), run_name="__main__")
+    assert started == [["--nproc-per-node=2", str(example)]]
+    code, printed = run_script("quickstart.py", 2)
+    assert code == 0, printed
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", printed)]
     assert len(losses) == 8
     assert losses[-1] < 0.2 * losses[0]
 

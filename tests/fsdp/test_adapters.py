@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import vfsdp_optim
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.module_state import state_of
 from small_models import assert_weights, full, full_gradients, set_gradients, weights_of
@@ -106,7 +106,9 @@ def test_adapters_train_on_a_frozen_integer_base_in_one_unit(name, dtype):
                     torch.testing.assert_close(weight, weights[key], atol=5e-3, rtol=0)
 
 
-def refuse_to_train_integers() -> None:
+@on_ranks(2)
+def test_integers_cannot_be_made_trainable() -> None:
+    """LlamaFactory#10157"""
     model = build(torch.uint8, 2)
     fully_shard(model)
     with pytest.raises(RuntimeError, match="floating point"):
@@ -116,11 +118,6 @@ def refuse_to_train_integers() -> None:
         ValueError, match=r"w: expected a real floating dtype, got torch\.complex64"
     ):
         AdamW([("w", complex_parameter)])
-
-
-def test_integers_cannot_be_made_trainable():
-    """LlamaFactory#10157"""
-    run_ranks(refuse_to_train_integers, 2)
 
 
 # -------------------------------------------------------------------- several dtypes in a model

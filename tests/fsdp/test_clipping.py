@@ -1,5 +1,6 @@
 """Gradient clipping with torch's own functions: one norm for all ranks, of the raw gradient."""
 
+import itertools
 import math
 
 import pytest
@@ -8,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
+from torch.testing import assert_close
 
-from ranks import run_ranks
+from ranks import assert_as_one_process, on_ranks, run_ranks
 from sharding import fully_shard
 from small_models import (
     assert_weights,
@@ -46,50 +48,37 @@ def mixed_gradients() -> tuple[Mixed, list[Tensor]]:
     return model, parameters
 
 
-def clip(order: float | str, foreach: bool | None) -> tuple[list[Tensor], list[Tensor]]:
-    """Norms by every function of torch's, and the clipped gradients."""
-    model, parameters = mixed_gradients()
-    grads = [p.grad for p in parameters]
-    norms = [
-        get_total_norm(grads, order, foreach=foreach),
-        clip_grad_norm_(iter(parameters[1:2]), 1e9, order, foreach=foreach),
-        clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach),
-    ]
-    assert all(type(norm) is Tensor and norm.dim() == 0 for norm in norms)
-    return norms, [full(p.grad) for p in parameters]
+def clipped_in_every_way() -> list[tuple[list[Tensor], list[Tensor]]]:
+    """For each order and foreach: norms by every function of torch's, and clipped gradients."""
+    found = []
+    for order, foreach in itertools.product(ORDERS, (True, False, None)):
+        model, parameters = mixed_gradients()
+        norms = [
+            get_total_norm([p.grad for p in parameters], order, foreach=foreach),
+            clip_grad_norm_(iter(parameters[1:2]), 1e9, order, foreach=foreach),
+            clip_grad_norm_(model.parameters(), 0.5, order, foreach=foreach),
+        ]
+        assert all(type(norm) is Tensor and norm.dim() == 0 for norm in norms)
+        found.append((norms, [full(p.grad) for p in parameters]))
+    return found
 
 
-@pytest.mark.parametrize("foreach", [True, False, None])
-def test_norm_is_a_plain_number_the_same_on_every_rank_and_clips_alike(foreach):
+def test_norm_is_a_plain_number_the_same_on_every_rank_and_clips_alike():
     """pytorch#149768, pytorch#170862, miles_diffusion#35, pytorch#180346, torchrec#3199.
 
     The returned norm was one rank's part; a constant was added once for each rank; mixtures of
-    plain and sharded gradients and of dtypes failed; the infinity norm was always 1.
+    plain and sharded gradients and of dtypes failed; the infinity norm was always 1; coefficients
+    that differ between ranks in a bit make the pieces drift apart.
     """
-    for order in ORDERS:
-        expected, clipped = clip(order, foreach)
-        for world_size in (2, 3):
-            for norms, gradients in run_ranks(clip, world_size, order, foreach):
-                for norm, value in zip(norms, expected, strict=True):
-                    torch.testing.assert_close(norm, value, atol=1e-6, rtol=1e-5)
-                for gradient, value in zip(gradients, clipped, strict=True):
-                    # One ulp of bfloat16, where the coefficient differs in its last bit.
-                    torch.testing.assert_close(gradient, value, atol=1e-6, rtol=1e-2)
-
-
-def clip_on_ranks() -> list[list[float]]:
-    model, _ = mixed_gradients()
-    return [
-        clip_grad_norm_(model.parameters(), 1e9, order, foreach=foreach).item()
-        for order in ORDERS
-        for foreach in (True, False, None)
-    ]
-
-
-def test_norm_has_the_same_bits_on_every_rank():
-    """pytorch#149768: coefficients that differ between ranks make the pieces drift apart."""
-    results = run_ranks(clip_on_ranks, 3)
-    assert results == [results[0]] * 3
+    expected = clipped_in_every_way()
+    for world_size in (2, 3):
+        results = run_ranks(clipped_in_every_way, world_size)
+        for found in results:
+            # One ulp of bfloat16, where the coefficient differs in its last bit.
+            assert_close(found, expected, atol=1e-6, rtol=1e-2)
+            of_norms = [norms for norms, _ in found]
+            assert_close(of_norms, [norms for norms, _ in expected], atol=1e-6, rtol=1e-5)
+            assert_close(found, results[0], atol=0, rtol=0)
 
 
 def pieces_by_hand(world_size: int) -> list[float]:
@@ -135,10 +124,12 @@ def test_norm_of_parameters_on_two_meshes_is_that_of_all():
         for norm, gradients in run_ranks(clip_on_two_meshes, 4, foreach):
             assert norm == pytest.approx(expected, rel=1e-5)
             for gradient, p in zip(gradients, parameters, strict=True):
-                torch.testing.assert_close(gradient, p.grad, atol=1e-6, rtol=1e-4)
+                assert_close(gradient, p.grad, atol=1e-6, rtol=1e-4)
 
 
-def clip_nonfinite() -> None:
+@on_ranks(2)
+def test_nonfinite_norm_raises_on_every_rank_and_clips_nothing() -> None:
+    """DeepSpeed#8432: the rank with the inf stopped, the others went on."""
     model, parameters = mixed_gradients()
     piece = model.layers[0].weight.grad.to_local()
     if dist.get_rank() == 0:
@@ -151,41 +142,29 @@ def clip_nonfinite() -> None:
         assert torch.equal(full(p.grad), value)
 
 
-def test_nonfinite_norm_raises_on_every_rank_and_clips_nothing():
-    """DeepSpeed#8432: the rank with the inf stopped, the others went on."""
-    run_ranks(clip_nonfinite, 2)
-
-
 def clip_values() -> list[Tensor]:
     model, parameters = mixed_gradients()
     for foreach in (True, False, None):
         clip_grad_value_(model.parameters(), 1.0, foreach=foreach)
         clip_grad_value_(iter(model.parameters()), 0.5, foreach=foreach)
+    assert all(full(p.grad).abs().max() == 0.5 for p in parameters)
     return [full(p.grad) for p in parameters]
 
 
 def test_values_are_clipped_as_in_one_process():
     """pytorch#183207: foreach of plain and sharded tensors in one list."""
-    expected = clip_values()
-    assert all(value.abs().max() == 0.5 for value in expected)
-    for gradients in run_ranks(clip_values, 3):
-        for gradient, value in zip(gradients, expected, strict=True):
-            assert torch.equal(gradient, value)
+    assert_as_one_process(clip_values, [3], atol=0, rtol=0)
 
 
-def zeros_and_none(order: float) -> float:
-    model = shard(build())
-    norms = [clip_grad_norm_(model.parameters(), 1.0, order).item()]
-    set_gradients(model.parameters(), [torch.zeros(p.shape) for p in model.parameters()])
-    norms.append(clip_grad_norm_(model.parameters(), 1.0, order).item())
-    assert not any(full(p.grad).any() for p in model.parameters())
-    return norms
-
-
-@pytest.mark.parametrize("order", [1.0, 2.0, math.inf])
-def test_norm_of_zeros_and_of_nothing_is_zero(order):
+@on_ranks(3)
+def test_norm_of_zeros_and_of_nothing_is_zero():
     """torchrec#3809, torchrec#3891: the infinity norm was 1, or raised on an empty piece."""
-    assert run_ranks(zeros_and_none, 3, order) == [[0.0, 0.0]] * 3
+    for order in (1.0, 2.0, math.inf):
+        model = shard(build())
+        assert clip_grad_norm_(model.parameters(), 1.0, order).item() == 0
+        set_gradients(model.parameters(), [torch.zeros(p.shape) for p in model.parameters()])
+        assert clip_grad_norm_(model.parameters(), 1.0, order).item() == 0
+        assert not any(full(p.grad).any() for p in model.parameters())
 
 
 def first_step(max_norm: float | None) -> tuple[float, dict[str, Tensor]]:
@@ -218,7 +197,7 @@ def test_clipping_acts_on_the_raw_gradient_and_does_not_pin_the_step():
             _, unclipped = first_step(None)
             for name, update in moved.items():
                 # The smallest norm that Muon divides by, 1e-7, is all that scale can change.
-                torch.testing.assert_close(update, unclipped[name], atol=1e-4, rtol=0)
+                assert_close(update, unclipped[name], atol=1e-4, rtol=0)
                 rows, cols = update.shape
                 rms = 0.1 * max(1, rows / cols) ** 0.5 * min(rows, cols) ** 0.5
                 assert 0.6 * rms < update.norm() < 1.3 * rms

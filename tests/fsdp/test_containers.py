@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.containers import leaves, map_tensors
 
@@ -94,7 +94,9 @@ def dtypes(tree: Any) -> list[torch.dtype]:
     return [leaf.dtype for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
-def policy_on_every_kind() -> None:
+@on_ranks(2)
+def test_dataclasses_and_all_containers_follow_the_dtype_policy() -> None:
+    """pytorch#170648: dataclass outputs kept the compute dtype, and inputs were not cast."""
     bf16, f32, i64 = torch.bfloat16, torch.float32, torch.int64
     policy = MixedPrecisionPolicy(param_dtype=bf16, output_dtype=f32)
     for name, make in KINDS.items():
@@ -113,11 +115,6 @@ def policy_on_every_kind() -> None:
         first_of(out).sum().backward()
         assert x.grad.dtype == f32, name
         assert x.grad.any(), name
-
-
-def test_dataclasses_and_all_containers_follow_the_dtype_policy() -> None:
-    """pytorch#170648: dataclass outputs kept the compute dtype, and inputs were not cast."""
-    run_ranks(policy_on_every_kind, 2)
 
 
 def test_a_container_is_copied_only_where_a_tensor_changes() -> None:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ranks import RankError, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.module_state import state_of
 from training import Run, build_model, build_optimizer, shard, tokens_of, train_model
@@ -189,7 +189,9 @@ def test_converting_half_of_a_bucket_names_both_sides() -> None:
     assert len(error.value.reports) == 2
 
 
-def state_dict_while_unsharded() -> None:
+@on_ranks(2)
+def test_state_dict_of_an_unsharded_model_is_sharded_and_loading_reaches_the_next_forward() -> None:
+    """Megatron-LM#6920: after loading, forward went on with the old copy of the weights."""
     _, model = train_model(Run(steps=1))
     model.unshard()
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
@@ -198,8 +200,3 @@ def state_dict_while_unsharded() -> None:
     model.load_state_dict(zeros)
     with torch.no_grad():
         assert not model(tokens_of(0)[:1, :-1]).any()
-
-
-def test_state_dict_of_an_unsharded_model_is_sharded_and_loading_reaches_the_next_forward() -> None:
-    """Megatron-LM#6920: after loading, forward went on with the old copy of the weights."""
-    run_ranks(state_dict_while_unsharded, 2)

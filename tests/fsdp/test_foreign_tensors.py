@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils import stateless
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.module_state import state_of
 from small_models import full, weights_of
@@ -169,7 +169,9 @@ def compared(case: Callable[[nn.Module, Tensor], Result], *, before: str, nested
         )
 
 
-def functional_calls() -> None:
+@on_ranks(2)
+def test_functional_call_uses_the_tensors_it_is_given_and_leaves_the_weights() -> None:
+    """torchebm#244: the live weights were overwritten for good, or the process crashed."""
     for case in CASES:
         for before in ("sharded", "gathered", "kept"):
             compared(case, before=before, nested=False)
@@ -177,12 +179,8 @@ def functional_calls() -> None:
         compared(case, before="gathered", nested=True)
 
 
-def test_functional_call_uses_the_tensors_it_is_given_and_leaves_the_weights() -> None:
-    """torchebm#244: the live weights were overwritten for good, or the process crashed."""
-    run_ranks(functional_calls, 2)
-
-
-def foreign_in_low_precision() -> None:
+@on_ranks(2)
+def test_foreign_tensors_follow_the_dtype_policy_and_keep_no_memory() -> None:
     net = build(True, dtype=torch.bfloat16)
     given = others(net, grad=True)
     y = functional_call(net, given, (torch.ones(4, 6),))
@@ -199,7 +197,8 @@ def foreign_in_low_precision() -> None:
     assert memory == 0
 
 
-def refusals() -> None:
+@on_ranks(2)
+def test_what_cannot_be_used_is_refused_by_name() -> None:
     net, x = build(True), torch.ones(4, 6)
     shards = {name: p.detach().clone().requires_grad_() for name, p in net.named_parameters()}
     with pytest.raises(NotImplementedError) as error:
@@ -220,11 +219,3 @@ def refusals() -> None:
     del net.head.bias
     with pytest.raises(RuntimeError, match=r"head\.bias was deleted .* before fully_shard"):
         net(x)
-
-
-def test_what_cannot_be_used_is_refused_by_name() -> None:
-    run_ranks(refusals, 2)
-
-
-def test_foreign_tensors_follow_the_dtype_policy_and_keep_no_memory() -> None:
-    run_ranks(foreign_in_low_precision, 2)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import register_multi_grad_hook
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import fully_shard
 from small_models import assert_weights, full, weights_of
 
@@ -85,18 +85,15 @@ def train(lm: LM, *, on_ranks: bool) -> dict[str, Tensor]:
     return {name: full(value) for name, value in lm.state_dict().items()}
 
 
-def ties_that_come_later() -> None:
+@on_ranks(2)
+def test_tie_after_sharding_shares_the_parameter() -> None:
+    """verl#7834, torchtune#616, transformers#46707: it was untied in silence, or a copy failed."""
     expected = train(build(tied=True), on_ranks=False)
     for make in (one_bucket, one_list, tied_again_after_loading, tied_while_gathered):
         lm = make()
         assert len(list(lm.parameters())) == 3, make
         for name, weight in train(lm, on_ranks=True).items():
             torch.testing.assert_close(weight, expected[name], msg=f"{make.__name__} {name}")
-
-
-def test_tie_after_sharding_shares_the_parameter() -> None:
-    """verl#7834, torchtune#616, transformers#46707: it was untied in silence, or a copy failed."""
-    run_ranks(ties_that_come_later, 2)
 
 
 def refused(act: Callable[[], object], error: type[Exception], text: str) -> None:
@@ -168,7 +165,9 @@ LATE = {
 }
 
 
-def parts_that_come_later() -> None:
+@on_ranks(2)
+def test_parameter_that_comes_after_the_first_forward_is_refused_or_sharded() -> None:
+    """torchtune#2714, transformers#40382: it was never checked, and ranks drifted apart."""
     for fqn, change in LATE.items():
         lm = build()
         lm.layers = nn.ModuleList([nn.Identity()])
@@ -196,12 +195,9 @@ def parts_that_come_later() -> None:
         torch.testing.assert_close(full(p.grad), q.grad, msg=name)
 
 
-def test_parameter_that_comes_after_the_first_forward_is_refused_or_sharded() -> None:
-    """torchtune#2714, transformers#40382: it was never checked, and ranks drifted apart."""
-    run_ranks(parts_that_come_later, 2)
-
-
-def hooks_on_parameters() -> None:
+@on_ranks(2)
+def test_hook_that_would_never_run_is_refused_with_its_cure() -> None:
+    """torchrec#4268, wandb#9866: hooks of sharded parameters never ran."""
     original = build()
     kept = original.block.weight
     lm = shard(original)
@@ -235,12 +231,9 @@ def hooks_on_parameters() -> None:
     assert full(lm.head.weight.grad).any()
 
 
-def test_hook_that_would_never_run_is_refused_with_its_cure() -> None:
-    """torchrec#4268, wandb#9866: hooks of sharded parameters never ran."""
-    run_ranks(hooks_on_parameters, 2)
-
-
-def unshard_first() -> None:
+@on_ranks(2)
+def test_unshard_before_the_first_forward_trains() -> None:
+    """pytorch#114299: weights used outside of forward; our own message recommends `unshard()`."""
     lm, plain = shard(build()), build()
     ids = torch.arange(4)
     for each in (lm.block, lm):
@@ -249,8 +242,3 @@ def unshard_first() -> None:
     plain(ids).square().mean().backward()
     for (name, p), q in zip(lm.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(full(p.grad), q.grad, msg=name)
-
-
-def test_unshard_before_the_first_forward_trains() -> None:
-    """pytorch#114299: weights used outside of forward; our own message recommends `unshard()`."""
-    run_ranks(unshard_first, 2)

@@ -15,7 +15,7 @@ from lifecycle import WIDTH, Layer, train
 from torch import Tensor, nn
 from ways_to_call import WAYS
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.bucket import ShardedState
 from sharding.fsdp.module_state import state_of
@@ -46,7 +46,7 @@ def train_cases(names: list[str]) -> dict[str, Trained | str]:
 
 
 @cache
-def on_ranks(world_size: int) -> list[dict[str, Trained | str]]:
+def trained_on(world_size: int) -> list[dict[str, Trained | str]]:
     return run_ranks(train_cases, world_size, ON[world_size], timeout=240)
 
 
@@ -55,7 +55,7 @@ def test_lifecycle_equals_one_process(name, world_size):
     """On 4 ranks, over a mesh of two replicas."""
     expected = train_case(name)
     assert expected[0][0] != expected[0][-1]
-    for found in on_ranks(world_size):
+    for found in trained_on(world_size):
         assert not isinstance(found[name], str), found[name]
         # fp32 sums in another order, carried through a few steps of SGD.
         torch.testing.assert_close(found[name], expected, atol=1e-5, rtol=1e-5)
@@ -82,7 +82,8 @@ class CountsGathers:
         return count
 
 
-def gathers_of_a_list_and_by_hand() -> None:
+@on_ranks(2)
+def test_bucket_of_a_list_and_what_was_unsharded_by_hand_is_gathered_once_a_pass() -> None:
     model = nn.Sequential(Layer(), Layer(), Layer(), Layer())
     fully_shard([model[0], model[2]], reshard_after_forward=True)
     fully_shard(model[1], reshard_after_forward=True)
@@ -103,10 +104,6 @@ def gathers_of_a_list_and_by_hand() -> None:
     assert (pair.since(), one.since()) == (1, 1)
     model[1](x).sum().backward()
     assert one.since() == 2
-
-
-def test_bucket_of_a_list_and_what_was_unsharded_by_hand_is_gathered_once_a_pass() -> None:
-    run_ranks(gathers_of_a_list_and_by_hand, 2)
 
 
 def states_after_forward(name: str) -> list[ShardedState]:

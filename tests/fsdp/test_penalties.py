@@ -31,7 +31,7 @@ PENALTIES: dict[str, Callable[[list[nn.Parameter]], Tensor]] = {
 
 
 def train(penalty: str, before: bool, mesh: DeviceMesh | None) -> dict[str, Tensor]:
-    """Three steps on one batch that all ranks share; the parameters are held while sharded."""
+    """Two steps on one batch that all ranks share; the parameters are held while sharded."""
     model = build()
     names = [name for name, _ in model.named_parameters()]
     if mesh is not None:
@@ -39,7 +39,7 @@ def train(penalty: str, before: bool, mesh: DeviceMesh | None) -> dict[str, Tens
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=0.05)
     tokens = torch.randint(VOCAB, (2, 6), generator=torch.Generator().manual_seed(1))
-    for _ in range(3):
+    for _ in range(2):
         first = 0.01 * PENALTIES[penalty](params) if before else 0
         loss = first + model(tokens).square().mean()
         loss = loss if before else loss + 0.01 * PENALTIES[penalty](params)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import sharding.transport.collectives as collectives_of_sharding
-from ranks import RankError, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.module_state import state_of
 from training import mesh_of
@@ -70,7 +70,9 @@ def check(mesh: Any) -> None:
     torch.testing.assert_close(gradients(net, 2)[1], outer)
 
 
-def check_all() -> None:
+@on_ranks(4)
+def test_factors_sums_and_hooks_act_on_the_gradients_of_their_bucket() -> None:
+    """Also beside gradients that are there already, within and across replicas."""
     for mesh in (None, mesh_of((2, 2))):
         check(mesh)
         with pytest.MonkeyPatch.context() as patch:
@@ -79,11 +81,6 @@ def check_all() -> None:
     for wrong in (0, -1, True, "2", float("nan")):
         with pytest.raises(ValueError, match="set_gradient_divide_factor: expected a positive nu"):
             sharded(None).set_gradient_divide_factor(wrong)
-
-
-def test_factors_sums_and_hooks_act_on_the_gradients_of_their_bucket() -> None:
-    """Also beside gradients that are there already, within and across replicas."""
-    run_ranks(check_all, 4)
 
 
 def another_factor() -> None:

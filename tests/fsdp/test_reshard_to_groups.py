@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.checkpoint import checkpoint
 
-from ranks import collectives, run_ranks
+from ranks import collectives, on_ranks
 from sharding import fully_shard
 from sharding.fsdp.module_state import state_of
 from training import mesh_of
@@ -143,12 +143,9 @@ def errors() -> None:
         assert (type(found), found) == (type(same), same)
 
 
-def all_of_it() -> None:
+@on_ranks(4)
+def test_groups_that_hold_weights_train_as_if_they_were_resharded() -> None:
+    """Backward reads what forward wrote, and gathers within the group alone."""
     compared()
     gathers()
     errors()
-
-
-def test_groups_that_hold_weights_train_as_if_they_were_resharded() -> None:
-    """Backward reads what forward wrote, and gathers within the group alone."""
-    run_ranks(all_of_it, 4)

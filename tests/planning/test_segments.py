@@ -16,7 +16,7 @@ from torch.testing import assert_close
 
 import vfsdp_optim
 from benchmarks.planner_figures import Model, segments, specs
-from ranks import collectives, distributed_examples, run_ranks
+from ranks import collectives, distributed_examples, on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.gradient_slots import GradientSlots
@@ -329,7 +329,8 @@ def test_segments_add_no_reduction():
         assert names == ["c10d::recv_", "c10d::send"] * 2 + ["c10d::alltoall_base_"]
 
 
-def convert_one_segment() -> None:
+@on_ranks(2)
+def test_converting_one_segment_of_a_dtype_raises() -> None:
     model = Panels(4, 12)
     fully_shard(model, structure=partial(panels, 2))
     model.up.double()
@@ -337,10 +338,6 @@ def convert_one_segment() -> None:
         RuntimeError, match=r"of one dtype and device are not any more: .*up\.weight"
     ):
         model(torch.randn(2, 256))
-
-
-def test_converting_one_segment_of_a_dtype_raises():
-    run_ranks(convert_one_segment, 2)
 
 
 def test_ties_do_not_depend_on_names():

@@ -7,13 +7,14 @@ import io
 import torch
 from torch import nn
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharding import fully_shard
 from small_models import full, full_gradients, set_gradients
 from vfsdp_optim import AdamW
 
 
-def save_parts() -> None:
+@on_ranks(2)
+def test_file_of_a_part_holds_the_part_alone() -> None:
     """Save one weight and its state, compare sizes, and load them."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(16)])
@@ -37,7 +38,3 @@ def save_parts() -> None:
             assert loaded[key].requires_grad == value.requires_grad
             assert torch.equal(full(loaded[key]), full(value))
     assert copy.deepcopy(weight).label == "kept"
-
-
-def test_file_of_a_part_holds_the_part_alone():
-    run_ranks(save_parts, 2)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ranks import collectives, run_ranks
+from ranks import collectives, on_ranks, run_ranks
 from sharding import RaggedDTensor, RaggedShard
 from sharding.tensor.ragged_tensor import distribute_ragged
 from training import mesh_of
@@ -30,7 +30,8 @@ def ragged() -> tuple[RaggedDTensor, Tensor]:
     return distribute_ragged(full, mesh_of((2, 2)), PLACEMENT), full
 
 
-def layouts() -> None:
+@on_ranks(4)
+def test_every_layout_holds_the_tensor_of_its_replica() -> None:
     x, full = ragged()
     lead = (Replicate(),)
     assert x.placements == (*lead, PLACEMENT)
@@ -53,10 +54,6 @@ def layouts() -> None:
     row = x[2]
     assert row.placements[0] == Replicate()
     assert torch.equal(row.full_tensor(), full[2])
-
-
-def test_every_layout_holds_the_tensor_of_its_replica() -> None:
-    run_ranks(layouts, 4)
 
 
 def refused_layouts() -> list[str]:
@@ -94,7 +91,8 @@ def test_layouts_that_would_end_replication_are_refused_by_name() -> None:
         )
 
 
-def reductions() -> None:
+@on_ranks(4)
+def test_reductions_stay_within_a_replica() -> None:
     x, full = ragged()
     other = distribute_ragged(full, x.device_mesh, PLACEMENT)
     torch.testing.assert_close(x.norm(), full.norm())
@@ -120,11 +118,8 @@ def reductions() -> None:
     torch.testing.assert_close(parameter.grad.norm(), torch.tensor(0.5))
 
 
-def test_reductions_stay_within_a_replica() -> None:
-    run_ranks(reductions, 4)
-
-
-def copies() -> None:
+@on_ranks(4)
+def test_copies_keep_mesh_placements_and_values() -> None:
     x, full = ragged()
     for twin in (copy.deepcopy(x), x.clone(), x.detach(), x * 1, torch.zeros_like(x).copy_(full)):
         assert type(twin) is RaggedDTensor
@@ -144,11 +139,8 @@ def copies() -> None:
     assert torch.equal(x.grad.full_tensor(), full)
 
 
-def test_copies_keep_mesh_placements_and_values() -> None:
-    run_ranks(copies, 4)
-
-
-def saved_and_loaded() -> None:
+@on_ranks(4)
+def test_torch_save_and_load_keep_the_layout() -> None:
     x, _ = ragged()
     file = io.BytesIO()
     torch.save({"x": x}, file)
@@ -158,10 +150,6 @@ def saved_and_loaded() -> None:
     assert loaded.placements == x.placements
     assert loaded.device_mesh.shape == (2, 2)
     assert torch.equal(loaded.to_local(), x.to_local())
-
-
-def test_torch_save_and_load_keep_the_layout() -> None:
-    run_ranks(saved_and_loaded, 4)
 
 
 def calls() -> list[list[str]]:

@@ -6,6 +6,7 @@ in test_ragged_checkpoint.py.
 
 import copy
 import io
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,9 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import run_ranks
+from ranks import distributed_examples, on_ranks, run_ranks
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
+from small_models import full
 
 WORLD_SIZES = [1, 2, 3, 5]
 
@@ -66,7 +68,7 @@ def moves(draw: st.DrawFn) -> tuple[Any, ...]:
     """World size, and for a few tensors their shape, dtype, seed and two layouts."""
     world_size = draw(st.sampled_from(WORLD_SIZES))
     cases = []
-    for _ in range(draw(st.integers(1, 4))):
+    for _ in range(draw(st.integers(1, 8))):
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
         numel = math.prod(shape)
         dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.bool, torch.int64]))
@@ -97,6 +99,7 @@ def check_moves(cases: list[tuple[Any, ...]]) -> None:
             assert rows.shape == full.shape
 
 
+@distributed_examples
 @given(moves())
 def test_redistribute_moves_every_element_to_every_layout(case: tuple[Any, ...]) -> None:
     world_size, cases = case
@@ -116,7 +119,8 @@ def test_full_tensor_of_a_tensor_on_one_rank_does_not_pad() -> None:
     assert run_ranks(check_full_tensor_of_one_holder, 5) == [[]] * 5
 
 
-def check_refused_moves() -> None:
+@on_ranks(2)
+def test_redistribute_refuses_what_it_would_not_do() -> None:
     x = ragged(torch.ones(4, 3), (5, 7))
     for placements in ([Shard(1)], [], [Replicate(), Replicate()], None):
         with pytest.raises(NotImplementedError, match=r"Shard\(0\).*full_tensor"):
@@ -133,11 +137,8 @@ def check_refused_moves() -> None:
     assert x.redistribute(placements=[RaggedShard((0, 1), (5, 7))]) is x
 
 
-def test_redistribute_refuses_what_it_would_not_do() -> None:
-    run_ranks(check_refused_moves, 2)
-
-
-def check_from_local_errors() -> None:
+@on_ranks(2)
+def test_from_local_rejects_what_is_not_the_piece_of_this_rank() -> None:
     mesh, placement = mesh_of(2), RaggedShard((0, 1), (5, 7))
     numel = 5 if mesh.get_local_rank() == 0 else 7
     good = torch.ones(numel)
@@ -162,14 +163,11 @@ def check_from_local_errors() -> None:
         RaggedDTensor.from_local(good, mesh, placement, (5, 3))
 
 
-def test_from_local_rejects_what_is_not_the_piece_of_this_rank() -> None:
-    run_ranks(check_from_local_errors, 2)
-
-
 # -- parameters and autograd ----------------------------------------------------------------------
 
 
-def check_parameter() -> None:
+@on_ranks(2)
+def test_parameter_keeps_its_class_and_its_piece() -> None:
     full = random((4, 3))
     param = parameter(full, (5, 7), grad=2 * full)
     assert type(param) is RaggedDTensor
@@ -208,7 +206,9 @@ def check_parameter() -> None:
     assert rebuilt.full_tensor().equal(full)
 
 
-def check_exports() -> None:
+@on_ranks(2)
+def test_export_of_a_sharded_tensor_names_what_to_export() -> None:
+    """accelerate#3487, transformers#36434: safetensors failed on storages, or wrote pieces."""
     x = parameter(random((4, 3)), (5, 7))
     net = nn.ParameterDict({"x": x})
     exports = [
@@ -228,16 +228,8 @@ def check_exports() -> None:
     assert x.full_tensor().tolist() == random((4, 3)).tolist()
 
 
-def test_export_of_a_sharded_tensor_names_what_to_export() -> None:
-    """accelerate#3487, transformers#36434: safetensors failed on storages, or wrote pieces."""
-    run_ranks(check_exports, 2)
-
-
-def test_parameter_keeps_its_class_and_its_piece() -> None:
-    run_ranks(check_parameter, 2)
-
-
-def check_module() -> None:
+@on_ranks(2)
+def test_module_loads_full_and_ragged_tensors_and_casts() -> None:
     full = random((4, 3))
     linear = nn.Linear(3, 4, bias=False)
     linear.weight = parameter(full, (0, 12))
@@ -252,10 +244,6 @@ def check_module() -> None:
     assert linear.weight.full_tensor().equal((3 * full).double())
 
 
-def test_module_loads_full_and_ragged_tensors_and_casts() -> None:
-    run_ranks(check_module, 2)
-
-
 PATHS: dict[str, Callable[[Tensor], Tensor]] = {
     "to_local": lambda w: w.to_local(),
     "full_tensor": lambda w: w.full_tensor(),
@@ -266,7 +254,8 @@ PATHS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-def check_gradients() -> None:
+@on_ranks(3)
+def test_gradient_comes_back_in_the_layout_of_the_parameter() -> None:
     full = random((4, 3))
     for name, path in PATHS.items():
         param = parameter(full, (5, 1, 6))
@@ -283,10 +272,6 @@ def check_gradients() -> None:
         assert param.to_local() is param._local_tensor
 
 
-def test_gradient_comes_back_in_the_layout_of_the_parameter() -> None:
-    run_ranks(check_gradients, 3)
-
-
 # -- norms ----------------------------------------------------------------------------------------
 
 ORDERS = [2.0, 1.0, 0.0, 3.0, -1.0, "inf", float("-inf")]
@@ -301,28 +286,32 @@ def check_clip(order: float | str, foreach: bool | None, units: list[tuple[int, 
     expected = [nn.Parameter(g.clone()) for g in grads]
     for param, grad in zip(expected, grads, strict=True):
         param.grad = grad.clone()
-
     norm = nn.utils.clip_grad_norm_((p for p in params), 1.0, order, foreach=foreach)
     oracle = nn.utils.clip_grad_norm_(expected, 1.0, order, foreach=False)
     assert type(norm) is Tensor
-    torch.testing.assert_close(norm, oracle)
-    for param, want in zip([ours[0], ours[1], params[1]], expected, strict=True):
-        grad = param.grad
-        full = grad.full_tensor() if isinstance(grad, RaggedDTensor) else grad
-        torch.testing.assert_close(full, want.grad)
+    found = [full(param.grad) for param in (ours[0], ours[1], params[1])]
+    wanted = [param.grad for param in expected]
+    torch.testing.assert_close(
+        [norm, *found], [oracle, *wanted], msg=lambda text: f"{order} {foreach}: {text}"
+    )
 
 
-@pytest.mark.parametrize("foreach", [True, False, None])
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_clip_grad_norm_equals_one_process(world_size: int, foreach: bool | None) -> None:
-    units = {
-        1: [(12,), (5,)],
-        2: [(5, 7), (0, 5)],
-        3: [(0, 12, 0), (1, 1, 3)],
-        5: [(3, 0, 9, 0, 0), (0, 0, 0, 0, 5)],
-    }[world_size]
-    for order in ORDERS:
-        run_ranks(check_clip, world_size, order, foreach, units)
+def check_all_clips(units: list[tuple[int, ...]]) -> None:
+    for order, foreach in itertools.product(ORDERS, (True, False, None)):
+        check_clip(order, foreach, units)
+
+
+CUTS = [
+    [(12,), (5,)],
+    [(5, 7), (0, 5)],
+    [(0, 12, 0), (1, 1, 3)],
+    [(3, 0, 9, 0, 0), (0, 0, 0, 0, 5)],
+]
+
+
+@pytest.mark.parametrize("units", CUTS)
+def test_clip_grad_norm_equals_one_process(units):
+    run_ranks(check_all_clips, len(units[0]), units)
 
 
 def check_infinity_norm() -> tuple[float, list[float]]:
@@ -404,7 +393,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
 def check_optimizer(name: str, units: list[tuple[int, ...]]) -> None:
     optimizer_class, options = OPTIMIZERS[name]
     options = {"lr": 0.1, "weight_decay": 0.5, **options}
-    fulls = [random((4, 3)), random((6,), 1), random((2, 2), 2)]
+    fulls = [random((4, 3)), random((5,), 1), random((2, 2), 2)]
     params = [parameter(f, u) for f, u in zip(fulls[:2], units, strict=True)]
     # A plain parameter in the same group: optimizers#79, pytorch#183207.
     params.insert(1, nn.Parameter(fulls[2].clone()))
@@ -426,19 +415,19 @@ def check_optimizer(name: str, units: list[tuple[int, ...]]) -> None:
         for tensor, target in zip(got, [want, *theirs.state[want].values()], strict=True):
             if target.shape == want.shape:
                 assert isinstance(tensor, RaggedDTensor) == isinstance(param, RaggedDTensor)
-            full = tensor.full_tensor() if isinstance(tensor, RaggedDTensor) else tensor
-            torch.testing.assert_close(full, target, **close)
+            torch.testing.assert_close(
+                full(tensor), target, msg=lambda text: f"{name}: {text}", **close
+            )
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizer_of_torch_equals_one_process(name: str) -> None:
-    for units in [
-        [(12,), (6,)],
-        [(5, 7), (0, 6)],
-        [(0, 1, 11), (6, 0, 0)],
-        [(3, 0, 2, 7, 0), (0, 0, 6, 0, 0)],
-    ]:
-        run_ranks(check_optimizer, len(units[0]), name, units)
+def check_optimizers(units: list[tuple[int, ...]]) -> None:
+    for name in OPTIMIZERS:
+        check_optimizer(name, units)
+
+
+@pytest.mark.parametrize("units", CUTS)
+def test_optimizer_of_torch_equals_one_process(units):
+    run_ranks(check_optimizers, len(units[0]), units)
 
 
 def check_scaler(holder: int) -> float:
@@ -463,7 +452,8 @@ def test_grad_scaler_skips_on_every_rank_when_one_piece_has_an_inf(holder, scale
     assert run_ranks(check_scaler, 2, holder) == [scale, scale]
 
 
-def check_stock_scalars() -> None:
+@on_ranks(2)
+def test_scalars_of_torchs_dtensor_take_part() -> None:
     full = random((4, 3))
     x, mesh = ragged(full, (5, 7)), mesh_of(2)
     factor = DTensor.from_local(torch.tensor(0.5), mesh, [Replicate()])
@@ -474,7 +464,3 @@ def check_stock_scalars() -> None:
     ours, theirs = torch._foreach_norm([x, stock])
     torch.testing.assert_close(ours, full.norm())
     assert theirs.full_tensor().item() == pytest.approx(2, rel=1e-7)
-
-
-def test_scalars_of_torchs_dtensor_take_part() -> None:
-    run_ranks(check_stock_scalars, 2)
