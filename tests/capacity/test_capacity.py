@@ -36,9 +36,6 @@ def shapes_of(model: DividedModel) -> dict[str, tuple[int, ...]]:
     return {t.name: t.shape for bucket in model.buckets for t in bucket.shapes.tensors}
 
 
-# -- division --------------------------------------------------------------------------------------
-
-
 def test_tensor_parallelism_divides_heads_widths_and_vocabulary() -> None:
     llama = shapes_of(divide(read_model("llama3-8b"), Parallelism(8, tp=4)))
     assert llama["embed"] == llama["lm_head"] == (128256 // 4, 4096)
@@ -110,9 +107,6 @@ def test_group_sizes_are_those_that_the_ranks_allow() -> None:
     assert group_sizes(Parallelism(4)) == [4]
 
 
-# -- what FSDP2 and the matrices take: shared facts of published models ----------------------------
-
-
 @pytest.mark.parametrize(
     ("name", "ranks", "percent"),
     [
@@ -147,9 +141,6 @@ def test_skew_is_that_of_the_longest_processing_time_first(name, ranks, matrices
     assert found.matrices == matrices
     assert found.skew == pytest.approx(skew, abs=0.06)
     assert found.largest_share <= found.skew + 1e-9
-
-
-# -- memory ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -232,9 +223,6 @@ def test_reductions_hold_two_in_flight_one_that_fills_and_the_root() -> None:
     assert with_receive.kept == with_receive.peak
 
 
-# -- granularity -----------------------------------------------------------------------------------
-
-
 def test_granularity_is_read_and_written() -> None:
     for text in ("element", "16", "e128", "matrix"):
         assert str(Granularity.parse(text)) == text
@@ -259,9 +247,6 @@ def test_granularity_holds_for_rows_of_the_tensors_it_names() -> None:
     assert structure("e16", *matrix) is structure("16", *norm) is None
     assert structure("matrix", *stack) == FullMatrix("e m n -> e m n")
     assert structure("matrix", *embedding) is structure("element", *matrix) is None
-
-
-# -- picture ---------------------------------------------------------------------------------------
 
 
 def area(outline: list[tuple[float, float]]) -> float:

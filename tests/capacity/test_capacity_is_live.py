@@ -77,9 +77,6 @@ def predicted(case: Case, ranks: int) -> Capacity:
     return measure(divided, setup)
 
 
-# -- on the ranks ----------------------------------------------------------------------------------
-
-
 def buckets_of(model: nn.Module) -> list[Bucket]:
     states = [state_of(module) for module in model.modules()]
     return [state.bucket for state in states if state is not None and state.bucket is not None]
@@ -249,9 +246,6 @@ def live(case: Case) -> dict[str, Any]:
             for bucket in buckets_of(model)
         },
     }
-
-
-# -- the claims ------------------------------------------------------------------------------------
 
 
 MIXED = Case("adamw", precision=StepDtypes("bfloat16", "float32"))

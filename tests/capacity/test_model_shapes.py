@@ -13,84 +13,8 @@ from torch import nn
 from vfsdp_optim.capacity.model_sources import model_names, read_model
 from vfsdp_optim.capacity.shapes import ModelShapes, NamedShape, sort_into_buckets
 
-# What the config.json of the model's page has, as far as it decides shapes.
-LLAMA_8B = {
-    "model_type": "llama",
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_attention_heads": 32,
-    "num_hidden_layers": 32,
-    "num_key_value_heads": 8,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 128256,
-}
-LLAMA_70B = LLAMA_8B | {
-    "hidden_size": 8192,
-    "intermediate_size": 28672,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 80,
-}
-QWEN3_30B = {
-    "model_type": "qwen3_moe",
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "mlp_only_layers": [],
-    "moe_intermediate_size": 768,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 151936,
-}
-GPT_OSS = {
-    "model_type": "gpt_oss",
-    "attention_bias": True,
-    "head_dim": 64,
-    "hidden_size": 2880,
-    "intermediate_size": 2880,
-    "num_attention_heads": 64,
-    "num_hidden_layers": 36,
-    "num_key_value_heads": 8,
-    "num_local_experts": 128,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "vocab_size": 201088,
-}
-DEEPSEEK = {
-    "model_type": "deepseek_v3",
-    "attention_bias": False,
-    "first_k_dense_replace": 3,
-    "hidden_size": 7168,
-    "intermediate_size": 18432,
-    "kv_lora_rank": 512,
-    "moe_intermediate_size": 2048,
-    "moe_layer_freq": 1,
-    "n_routed_experts": 256,
-    "n_shared_experts": 1,
-    "num_attention_heads": 128,
-    "num_hidden_layers": 61,
-    "num_nextn_predict_layers": 1,
-    "q_lora_rank": 1536,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "tie_word_embeddings": False,
-    "torch_dtype": "bfloat16",
-    "v_head_dim": 128,
-    "vocab_size": 129280,
-}
-KIMI = DEEPSEEK | {
-    "model_type": "kimi_k2",
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 384,
-    "num_attention_heads": 64,
-    "vocab_size": 163840,
-}
+# What the config.json of each model's page has, as far as it decides shapes.
+CONFIGS = json.loads((Path(__file__).parent / "model_configs.json").read_text())
 
 
 def from_config(folder: Path, values: dict[str, Any], **options: Any) -> ModelShapes:
@@ -108,21 +32,21 @@ def contents(model: ModelShapes) -> list[tuple[int, Counter[Any]]]:
 
 
 @pytest.mark.parametrize(
-    ("values", "experts", "table"),
+    ("config", "experts", "table"),
     [
-        (LLAMA_8B, None, "llama3-8b"),
-        (LLAMA_70B, None, "llama3-70b"),
-        (QWEN3_30B, None, "qwen3-30b-a3b-perexpert"),
-        (QWEN3_30B, "fused", "qwen3-30b-a3b-fused"),
-        (GPT_OSS, None, "gpt-oss-120b"),
-        (DEEPSEEK, None, "deepseek-v3-perexpert"),
-        (DEEPSEEK, "fused", "deepseek-v3-fused"),
-        (KIMI, "separate", "kimi-k2-perexpert"),
-        (KIMI, "fused", "kimi-k2-fused"),
+        ("llama-8b", None, "llama3-8b"),
+        ("llama-70b", None, "llama3-70b"),
+        ("qwen3-30b", None, "qwen3-30b-a3b-perexpert"),
+        ("qwen3-30b", "fused", "qwen3-30b-a3b-fused"),
+        ("gpt-oss", None, "gpt-oss-120b"),
+        ("deepseek", None, "deepseek-v3-perexpert"),
+        ("deepseek", "fused", "deepseek-v3-fused"),
+        ("kimi", "separate", "kimi-k2-perexpert"),
+        ("kimi", "fused", "kimi-k2-fused"),
     ],
 )
-def test_configuration_has_the_parameters_of_the_table(tmp_path, values, experts, table):
-    expected = contents(read_model(table))
+def test_configuration_has_the_parameters_of_the_table(tmp_path, config, experts, table):
+    expected, values = contents(read_model(table)), CONFIGS[config]
     for _, shapes in expected:
         # In transformers, DeepSeek's correction of the routing is a buffer.
         shapes.pop(((values.get("n_routed_experts"),), "vector", None), None)
@@ -289,4 +213,4 @@ def test_equal_blocks_under_two_names_and_experts_stay_apart() -> None:
 )
 def test_configuration_that_is_none_names_the_key(tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
-        from_config(tmp_path, LLAMA_8B | change)
+        from_config(tmp_path, CONFIGS["llama-8b"] | change)

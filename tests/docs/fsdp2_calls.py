@@ -1,7 +1,4 @@
-"""Rows "a call of FSDP2 -> here": what a row is, and the rows of torch's own FSDP2 names.
-
-Each row is run on ranks, with torch's `fully_shard` and with ours, and what it returns is compared.
-"""
+"""Rows "a call of FSDP2 -> here": what a row is, and the rows of torch's own FSDP2 names."""
 
 from __future__ import annotations
 
@@ -107,9 +104,6 @@ def refused(name: str, call: str, run: Callable[[Scene], Any], words: str = "") 
     return Call(name, call, run, "refused", words, NotImplementedError)
 
 
-# -- arguments of fully_shard ----------------------------------------------------------------------
-
-
 def _list_of_modules(scene: Scene) -> Any:
     net = scene.net()
     scene.fully_shard([net.a, net.b])
@@ -205,9 +199,6 @@ POLICIES = (
         lambda s: s.sharded(offload_policy=CPUOffloadPolicy(pin_memory=False)),
     ),
 )
-
-
-# -- methods of FSDPModule -------------------------------------------------------------------------
 
 
 def _unshard(scene: Scene) -> Any:
@@ -366,9 +357,6 @@ METHODS = (
         )
     ),
 )
-
-
-# -- names of torch.distributed.fsdp ---------------------------------------------------------------
 
 
 def _forward_method(scene: Scene) -> Any:

@@ -50,9 +50,6 @@ def _optimizer(make: Optimizer) -> Callable[[Scene], Any]:
     return lambda scene: weights(stepped(scene, make)[0])
 
 
-# -- parameters ------------------------------------------------------------------------------------
-
-
 def _redistributed(scene: Scene) -> Any:
     weight = scene.model().a.weight
     return [weight.redistribute(placements=[Replicate()]).to_local(), weight.full_tensor()]
@@ -91,9 +88,6 @@ def _frozen(scene: Scene) -> Any:
     net.a.requires_grad_(False)
     scene.fully_shard(net.a)
     return scene.trained(scene.fully_shard(net))
-
-
-# -- gradients -------------------------------------------------------------------------------------
 
 
 def _clipped(scene: Scene) -> Any:
@@ -140,9 +134,6 @@ def _scaled(scene: Scene) -> Any:
     scaler.step(optimizer)
     scaler.update()
     return weights(model)
-
-
-# -- modules ---------------------------------------------------------------------------------------
 
 
 class Recomputes(Net):
@@ -244,9 +235,6 @@ def _pipelined(scene: Scene) -> Any:
     schedule = Schedule1F1B(pipe, n_microbatches=2, loss_fn=nn.functional.mse_loss)
     schedule.step(*(() if rank else (scene.x,)), **({"target": scene.x} if rank else {}))
     return gradients(stage)
-
-
-# -- checkpoints -----------------------------------------------------------------------------------
 
 
 def _state_dict(scene: Scene) -> Any:

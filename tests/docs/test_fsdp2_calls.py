@@ -13,13 +13,15 @@ import pytest
 import torch.distributed.fsdp as torch_fsdp
 from fsdp2_calls import ARGUMENTS, METHODS, NAMES, POLICIES, Call, Scene, full
 from fsdp2_clients import CLIENTS
-from fsdp2_tests_of_torch import rendered_endings
 from torch.testing import assert_close
 
 import sharding
 from ranks import run_ranks
 
 PAGE = Path(__file__).parents[2] / "docs" / "fsdp2-calls.md"
+# The tests of torch 2.6 (test/distributed/_composable/fsdp) on CPU ranks over gloo, `fully_shard`
+# replaced at import, that end otherwise than with torch's. They are no part of this project.
+TORCHS_OWN = Path(__file__).parent / "torchs_own_tests.md"
 SECTIONS = {
     "Arguments of `fully_shard`": ARGUMENTS,
     "Fields of the policies": POLICIES,
@@ -86,7 +88,7 @@ def rendered(refusals: dict[tuple[str, str], str]) -> str:
             words = " ".join(filter(None, (call.words, f"`{quoted}`" if quoted else "")))
             lines.append(f"| `{call.call}` | {call.here} | {words} |")
         lines.append("")
-    return "\n".join([*lines, rendered_endings()])
+    return "\n".join([*lines, TORCHS_OWN.read_text()])
 
 
 INTRODUCTION = """\

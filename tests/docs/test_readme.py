@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import sharding
 import vfsdp_optim
 from as_script import EXAMPLES, run_script
-from ranks import run_ranks
+from ranks import on_ranks
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "README.md").read_text()
@@ -52,8 +52,8 @@ def model_of(block: type[Block]) -> nn.Module:
     return model
 
 
-def run_blocks() -> int:
-    """Run the blocks in one namespace, as a reader would; each shards a model of its own."""
+@on_ranks(2)
+def test_blocks_run_as_they_stand():
     names: dict[str, Any] = {
         "torch": torch,
         "hidden_matrices": [nn.Parameter(torch.ones(4, 4))],
@@ -68,11 +68,7 @@ def run_blocks() -> int:
             names["model"] = model_of(Mixture if "matrices=" in block else Block)
         exec(compile(block, "README.md", "exec"), names)
         ran += 1
-    return ran
-
-
-def test_blocks_run_as_they_stand():
-    assert run_ranks(run_blocks, 2) == [8, 8]
+    assert ran == 8
 
 
 def test_property_test_runs_as_it_stands():

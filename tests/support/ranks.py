@@ -57,12 +57,7 @@ def on_ranks(*world_sizes: int) -> Callable[[Test], Test]:
 def assert_as_one_process(
     function: Callable[..., Any], world_sizes: Iterable[int], *args: Any, **close: Any
 ) -> None:
-    """Assert that ranks return what this process does: tensors and numbers, however nested.
-
-    Args:
-        function: Called with `args` here, and on groups of ranks of each of `world_sizes`.
-        close: Tolerances of `torch.testing.assert_close`; its error names what differs.
-    """
+    """Assert that ranks return what this process does: tensors and numbers, however nested."""
     expected = function(*args)
     for world_size in world_sizes:
         for found in run_ranks(function, world_size, *args):
