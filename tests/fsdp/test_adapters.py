@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import vfsdp_optim
-from ranks import on_ranks, run_ranks
+from ranks import assert_as_one_process, on_ranks, run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.module_state import state_of
-from small_models import assert_weights, full, full_gradients, set_gradients, weights_of
+from small_models import full, full_gradients, set_gradients, weights_of
 from vfsdp_optim import AdamW, Muon
 
 OPTIMIZERS = ["adamw", "muon", "torch"]
@@ -120,9 +120,6 @@ def test_integers_cannot_be_made_trainable() -> None:
         AdamW([("w", complex_parameter)])
 
 
-# -------------------------------------------------------------------- several dtypes in a model
-
-
 class TwoDtypes(nn.Module):
     """float32 and bfloat16 parameters side by side, in a block and in the root."""
 
@@ -185,10 +182,7 @@ def step_two_dtypes(name: str, precise: bool) -> dict[str, Tensor]:
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 def test_segments_of_two_dtypes_step_as_one_process(name, precise):
     """accelerate#3983: mixed dtypes in one unit were refused or promoted."""
-    expected = step_two_dtypes(name, precise)
-    for world_size in (2, 3):
-        for weights in run_ranks(step_two_dtypes, world_size, name, precise):
-            assert_weights(weights, expected)
+    assert_as_one_process(step_two_dtypes, (2, 3), name, precise, atol=0, rtol=0)
 
 
 def train_two_dtypes(name: str, compute: torch.dtype | None) -> list[float]:

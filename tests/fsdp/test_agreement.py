@@ -177,9 +177,6 @@ def test_proof_does_not_depend_on_how_sums_are_rounded(dtype: torch.dtype) -> No
             assert torch.dot(averaged([*alike, other]), _left_zero([mine], dtype, cpu)) > 0
 
 
-# -- planted faults: each is reported on every rank that lives, and none hangs ---------------------
-
-
 def sharded(model: nn.Module) -> nn.Module:
     """Over all ranks; 4 are two replicas of two."""
     mesh = training.mesh_of((2, 2)) if dist.get_world_size() == 4 else None

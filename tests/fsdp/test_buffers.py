@@ -9,10 +9,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import run_ranks, unannounced
+from ranks import on_ranks, run_ranks, unannounced
 from sharding import fully_shard, layout
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.buffer import Workspace, slot_pieces
@@ -27,8 +26,8 @@ def buckets_of(model: nn.Module) -> list[Bucket]:
     return [state.bucket for state in states if state is not None and state.bucket is not None]
 
 
-def ops_of_unshard() -> list[tuple[list[tuple[str, list[int]]], int]]:
-    """For every bucket, the ops that write during an unshard, and its S."""
+@on_ranks(2)
+def test_unshard_writes_only_the_own_shard():
     model = build_model(Run())
     shard(model, Run())
     result = []
@@ -49,14 +48,9 @@ def ops_of_unshard() -> list[tuple[list[tuple[str, list[int]]], int]]:
         ]
         result.append((writes, bucket.plan.segments[0].shard_numel))
         bucket.reshard()
-    return result
-
-
-def test_unshard_writes_only_the_own_shard() -> None:
-    for result in run_ranks(ops_of_unshard, 2):
-        assert len(result) == 4
-        for writes, shard_numel in result:
-            assert writes == [("aten::copy_", [shard_numel])]
+    assert len(result) == 4
+    for writes, shard_numel in result:
+        assert writes == [("aten::copy_", [shard_numel])]
 
 
 def check_padding_and_states() -> int:
@@ -120,47 +114,6 @@ def test_workspace_reuses_what_fits_and_keeps_few() -> None:
     assert workspace.borrow(60, torch.float32, cpu) is not large
 
 
-class Branches(nn.Module):
-    """Three layers; each rank may use others, and the last is used by nobody."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.some, self.never = (nn.Linear(20, 20) for _ in range(3))
-
-    def forward(self, x: torch.Tensor, use_some: bool) -> torch.Tensor:
-        x = self.always(x)
-        return self.some(x) if use_some else x
-
-
-def gradients_of_branches(users: list[int]) -> dict[str, torch.Tensor | None]:
-    """Full gradients when only the ranks `users` run the optional layer."""
-    torch.manual_seed(0)
-    model = Branches()
-    fully_shard(model)
-    rank = dist.get_rank()
-    model(torch.full((2, 20), rank + 1.0), rank in users).sum().backward()
-    return {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for name, p in model.named_parameters()
-    }
-
-
-def test_parameter_used_on_some_ranks_gets_its_average_and_unused_ones_none() -> None:
-    """pytorch#158719: a parameter used on some ranks only made the reductions' sizes differ."""
-    torch.manual_seed(0)
-    model = Branches()
-    losses = [model(torch.full((2, 20), r + 1.0), r == 1).sum() for r in range(3)]
-    (sum(losses) / 3).backward()
-    for gradients in run_ranks(gradients_of_branches, 3, [1]):
-        assert gradients["never.weight"] is None
-        assert gradients["never.bias"] is None
-        for name in ("always.weight", "always.bias", "some.weight", "some.bias"):
-            expected = dict(model.named_parameters())[name].grad
-            torch.testing.assert_close(gradients[name], expected, atol=1e-5, rtol=1e-5)
-    for gradients in run_ranks(gradients_of_branches, 3, []):
-        assert gradients["some.weight"] is None
-
-
 class Adapted(nn.Module):
     """A frozen layer with a trainable adapter of low rank beside it, all of one dtype."""
 
@@ -205,8 +158,9 @@ def test_gradients_of_a_frozen_base_are_not_reduced() -> None:
         assert bias_grad == 2.0
 
 
-def train_and_forget() -> list[str]:
-    """Names of what outlives a trained model that nobody refers to any more."""
+@on_ranks(2)
+def test_a_model_that_nobody_refers_to_is_freed():
+    """A hook that autograd holds is hidden from garbage collection; a cycle through it leaks."""
     run = Run(optimizer="muon")
     model = build_model(run)
     shard(model, run)
@@ -217,9 +171,4 @@ def train_and_forget() -> list[str]:
     watched = [weakref.ref(thing) for thing in watched]
     del model, optimizer
     gc.collect()
-    return [type(thing()).__name__ for thing in watched if thing() is not None]
-
-
-def test_a_model_that_nobody_refers_to_is_freed() -> None:
-    """A hook that autograd holds is hidden from garbage collection; a cycle through it leaks."""
-    assert run_ranks(train_and_forget, 2) == [[], []]
+    assert [type(thing()).__name__ for thing in watched if thing() is not None] == []

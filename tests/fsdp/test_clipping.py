@@ -14,7 +14,6 @@ from torch.testing import assert_close
 from ranks import assert_as_one_process, on_ranks, run_ranks
 from sharding import fully_shard
 from small_models import (
-    assert_weights,
     build,
     full,
     full_gradients,
@@ -185,10 +184,7 @@ def first_step(max_norm: float | None) -> tuple[float, dict[str, Tensor]]:
 
 
 def test_clipping_acts_on_the_raw_gradient_and_does_not_pin_the_step():
-    """DeepSpeed#8439, DeepSpeed#7776: the orthogonalized update was clipped instead.
-
-    The first update of Muon does not depend on the scale of the gradient.
-    """
+    """DeepSpeed#8439, DeepSpeed#7776: the orthogonalized update was clipped instead."""
     raw = math.sqrt(sum((100 * g).square().sum().item() for g in
                         full_gradients(build().parameters(), 0)))  # fmt: skip
     for results in ([first_step(1.0)], run_ranks(first_step, 2, 1.0)):
@@ -201,21 +197,3 @@ def test_clipping_acts_on_the_raw_gradient_and_does_not_pin_the_step():
                 rows, cols = update.shape
                 rms = 0.1 * max(1, rows / cols) ** 0.5 * min(rows, cols) ** 0.5
                 assert 0.6 * rms < update.norm() < 1.3 * rms
-
-
-def train_clipped(foreach: bool | None) -> dict[str, Tensor]:
-    model = shard(build())
-    optimizer = make_optimizer("muon", model)
-    for step in range(3):
-        set_gradients(model.parameters(), full_gradients(model.parameters(), step))
-        clip_grad_norm_(model.parameters(), 0.1, foreach=foreach)
-        optimizer.step()
-    return weights_of(model)
-
-
-def test_all_ranks_clip_by_the_same_coefficient():
-    """pytorch#180346: after a few steps the full tensors differed between ranks."""
-    for foreach in (True, False):
-        results = run_ranks(train_clipped, 3, foreach)
-        for weights in results[1:]:
-            assert_weights(weights, results[0])

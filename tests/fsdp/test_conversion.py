@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from ranks import RankError, on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.module_state import state_of
-from training import Run, build_model, build_optimizer, shard, tokens_of, train_model
+from training import Run, build_model, build_optimizer, shard, tokens_of
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -97,8 +97,10 @@ CHANGES: dict[str, Callable[[nn.Module], torch.dtype]] = {
 }
 
 
-def change_and_train(name: str) -> None:
-    """Applies a change between two steps; the optimizer must still move the model."""
+@pytest.mark.parametrize("name", CHANGES)
+@on_ranks(3)
+def test_changed_parameters_stay_in_the_buffer_and_train(name):
+    """accelerate#3256: an optimizer of parameters that its module no longer has trains nothing."""
     run = Run(optimizer="muon")
     model = build_model(run)
     shard(model, run)
@@ -131,51 +133,6 @@ def change_and_train(name: str) -> None:
         assert torch.equal(value, expected[key]), key
 
 
-@pytest.mark.parametrize("name", CHANGES)
-def test_changed_parameters_stay_in_the_buffer_and_train(name: str) -> None:
-    """accelerate#3256: an optimizer that keeps parameters the module no longer has trains nothing.
-
-    The step after the change gives bit for bit what it gives without it.
-    """
-    run_ranks(change_and_train, 3, name)
-
-
-def materialise_after_sharding() -> dict[str, torch.Tensor]:
-    """A model built on meta, sharded, materialised, and loaded with known weights."""
-    run = Run()
-    with torch.device("meta"):
-        model = build_model(run)
-    shard(model, run)
-    optimizer = build_optimizer(model, run)
-    with pytest.raises(RuntimeError, match="to_empty"):
-        model(tokens_of(0)[:, :-1])
-    model.to_empty(device="cpu")
-    model.load_state_dict(build_model(run).state_dict())
-    assert_in_buffers(model)
-    one_step(model, optimizer, 0)
-    return weights_of(model)
-
-
-def step_without_meta() -> dict[str, torch.Tensor]:
-    """The same step of the same model built with its weights."""
-    run = Run()
-    model = build_model(run)
-    shard(model, run)
-    optimizer = build_optimizer(model, run)
-    one_step(model, optimizer, 0)
-    return weights_of(model)
-
-
-def test_model_on_meta_trains_after_to_empty() -> None:
-    """Megatron-LM#6799: parameters of a placeholder were trained with uninitialised values."""
-    for world_size in (1, 3):
-        expected = run_ranks(step_without_meta, world_size)
-        for weights, other in zip(
-            run_ranks(materialise_after_sharding, world_size), expected, strict=True
-        ):
-            assert all(torch.equal(weights[name], other[name]) for name in other)
-
-
 def half_of_a_bucket_converted() -> None:
     model = nn.Sequential(nn.Linear(30, 30), nn.Linear(30, 30))
     fully_shard(model)
@@ -187,16 +144,3 @@ def test_converting_half_of_a_bucket_names_both_sides() -> None:
     with pytest.raises(RankError, match=r"(?s)0\.weight.*1\.weight.*as a whole") as error:
         run_ranks(half_of_a_bucket_converted, 2)
     assert len(error.value.reports) == 2
-
-
-@on_ranks(2)
-def test_state_dict_of_an_unsharded_model_is_sharded_and_loading_reaches_the_next_forward() -> None:
-    """Megatron-LM#6920: after loading, forward went on with the old copy of the weights."""
-    _, model = train_model(Run(steps=1))
-    model.unshard()
-    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
-    model.unshard()
-    zeros = {name: torch.zeros(value.shape) for name, value in model.state_dict().items()}
-    model.load_state_dict(zeros)
-    with torch.no_grad():
-        assert not model(tokens_of(0)[:1, :-1]).any()

@@ -9,15 +9,15 @@ from lifecycle import WIDTH, Layer
 from torch import Tensor, nn
 
 import vfsdp_optim
-from ranks import RankError, collectives, run_ranks
+from ranks import RankError, collectives, on_ranks, run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.bucket import ShardedState
 from sharding.fsdp.module_state import state_of
 
-# -- how long they are there ----------------------------------------------------------------------
 
-
-def most_gathered_in_backward() -> list[int]:
+@on_ranks(2)
+def test_backward_frees_weights_as_it_leaves_modules_with_forwards_to_come():
+    """Of five layers, the one at hand, the one it left and the one on its way are gathered."""
     model = nn.Sequential(*(Layer() for _ in range(5)))
     for layer in model:
         fully_shard(layer, reshard_after_forward=True)
@@ -44,16 +44,12 @@ def most_gathered_in_backward() -> list[int]:
             output.square().mean().backward()
         assert len(counts) == calls * len(buckets)
         most.append(max(counts))
-    return most
+    assert max(most) <= 3
 
 
-def test_backward_frees_weights_as_it_leaves_modules_with_forwards_to_come() -> None:
-    """Of five layers, the one at hand, the one it left and the one on its way are gathered."""
-    for most in run_ranks(most_gathered_in_backward, 2):
-        assert max(most) <= 3
-
-
-def gathers_without_grad() -> dict[str, list[int]]:
+@on_ranks(2)
+def test_kept_weights_are_not_gathered_again_without_grad():
+    """pytorch#149029, torchtune#2483, prime-rl#2515."""
     found = {}
     for how in ("default", "reshard_after_forward", "by hand"):
         model = nn.Sequential(Layer(), Layer(), Layer())
@@ -70,17 +66,11 @@ def gathers_without_grad() -> dict[str, list[int]]:
             found[how] = [len(collectives(lambda: model(x))) for _ in range(3)]  # noqa: B023
         with torch.inference_mode():
             found[how].append(len(collectives(lambda: model(x))))  # noqa: B023
-    return found
-
-
-def test_kept_weights_are_not_gathered_again_without_grad() -> None:
-    """pytorch#149029, torchtune#2483, prime-rl#2515."""
-    for found in run_ranks(gathers_without_grad, 2):
-        assert found == {
-            "default": [6, 6, 6, 6],  # a receive and a send each
-            "reshard_after_forward": [0, 0, 0, 0],
-            "by hand": [0, 0, 0, 0],
-        }
+    assert found == {
+        "default": [6, 6, 6, 6],  # a receive and a send each
+        "reshard_after_forward": [0, 0, 0, 0],
+        "by hand": [0, 0, 0, 0],
+    }
 
 
 def _writes(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
@@ -121,8 +111,9 @@ def _writes(model: nn.Module) -> Iterator[tuple[str, Callable[[], object]]]:
     yield "load_state_dict", lambda: model.load_state_dict(full)
 
 
-def outputs_after_writes() -> dict[str, float]:
-    """How far a model that keeps its weights gathered is from the function of its full weights."""
+@on_ranks(2, 3)
+def test_kept_weights_are_gathered_again_after_every_way_to_write():
+    """Also where a rank holds none of a parameter: ranks that gather alone would wait."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3, bias=False))
     plain = nn.Sequential(nn.Linear(40, 24), nn.Tanh(), nn.Linear(24, 3, bias=False))
@@ -137,18 +128,8 @@ def outputs_after_writes() -> dict[str, float]:
             after = model(x)
             unchanged = torch.equal(before, after)
             found[name] = float("inf") if unchanged else float((after - plain(x)).abs().max())
-    return found
-
-
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_kept_weights_are_gathered_again_after_every_way_to_write(world_size: int) -> None:
-    """Also where a rank holds none of a parameter: ranks that gather alone would wait."""
-    for found in run_ranks(outputs_after_writes, world_size):
-        assert len(found) == 13
-        assert {name: error for name, error in found.items() if error > 1e-5} == {}
-
-
-# -- what is written into them --------------------------------------------------------------------
+    assert len(found) == 13
+    assert {name: error for name, error in found.items() if error > 1e-5} == {}
 
 
 def written_by_hand(policy: MixedPrecisionPolicy) -> list[bool]:
@@ -193,9 +174,6 @@ def test_debug_mode_says_where_ranks_wrote_different_values() -> None:
         run_ranks(write_different_values, 2)
 
 
-# -- misuses --------------------------------------------------------------------------------------
-
-
 def message_of(function: Callable[[], object]) -> str:
     with pytest.raises((RuntimeError, NotImplementedError)) as caught:
         function()
@@ -215,7 +193,9 @@ class Leaks(nn.Module):
         return y * 2
 
 
-def messages() -> dict[str, str]:
+@on_ranks(2)
+def test_uses_that_would_be_wrong_are_refused_by_name():
+    """pytorch#195862, and what no hook sees of pytorch#173709."""
     found: dict[str, str] = {}
     leaked: list[Tensor] = []
     model = nn.Sequential(Leaks(leaked), Layer())
@@ -267,27 +247,21 @@ def messages() -> dict[str, str]:
     shared = model.weight.detach().numpy()
     found["numpy"] = message_of(model.reshard)
     del shared
-    return found
-
-
-def test_uses_that_would_be_wrong_are_refused_by_name() -> None:
-    """pytorch#195862, and what no hook sees of pytorch#173709."""
-    for found in run_ranks(messages, 2):
-        assert found == {
-            "unseen": "backward went through bucket '0' before the gradient of an output of its "
-            "module, without its weights; return what the loss uses from forward, or call "
-            "set_reshard_after_forward(False) on the module",
-            "kept": "weight was kept in its gathered form, whose memory was freed by a reshard, "
-            "and used in sum; take parameters from model.named_parameters() when they are needed, "
-            "or keep them gathered with set_reshard_after_forward(False)",
-            "optimizer": "SGD holds weight in its gathered form, which is freed after forward: a "
-            "step would train nothing; build the optimizer from model.parameters() of the module "
-            "that fully_shard was given",
-            "both": "bias was written in its gathered form and in its sharded one, and one would "
-            "be lost; call reshard() between the two",
-            "max_norm": "0.weight: Embedding(max_norm=0.5) rescales the rows that a rank looks up, "
-            "which differ between ranks, in its forward; build it without max_norm and rescale the "
-            "sharded parameter after each step",
-            "numpy": "the gathered memory of ['weight', 'bias'] cannot be freed, as numpy() or "
-            "share_memory_() shares it; share a copy, x.detach().clone()",
-        }
+    assert found == {
+        "unseen": "backward went through bucket '0' before the gradient of an output of its "
+        "module, without its weights; return what the loss uses from forward, or call "
+        "set_reshard_after_forward(False) on the module",
+        "kept": "weight was kept in its gathered form, whose memory was freed by a reshard, "
+        "and used in sum; take parameters from model.named_parameters() when they are needed, "
+        "or keep them gathered with set_reshard_after_forward(False)",
+        "optimizer": "SGD holds weight in its gathered form, which is freed after forward: a "
+        "step would train nothing; build the optimizer from model.parameters() of the module "
+        "that fully_shard was given",
+        "both": "bias was written in its gathered form and in its sharded one, and one would "
+        "be lost; call reshard() between the two",
+        "max_norm": "0.weight: Embedding(max_norm=0.5) rescales the rows that a rank looks up, "
+        "which differ between ranks, in its forward; build it without max_norm and rescale the "
+        "sharded parameter after each step",
+        "numpy": "the gathered memory of ['weight', 'bias'] cannot be freed, as numpy() or "
+        "share_memory_() shares it; share a copy, x.detach().clone()",
+    }

@@ -13,7 +13,7 @@ from torch.distributed.tensor import Replicate
 
 import sharding.transport.collectives as collectives_of_sharding
 import training
-from ranks import collectives, run_ranks
+from ranks import collectives, on_ranks, run_ranks
 from sharding import FullMatrix, MixedPrecisionPolicy, RaggedShard, fully_shard, layout
 from sharding.transport.collectives import PendingMean, Transport
 from training import Run, mesh_of
@@ -42,9 +42,6 @@ def test_the_backends_own_collectives_train_alike(dtype: str) -> None:
             assert torch.equal(piece, twin)
         assert first is None
         torch.testing.assert_close(second, sums[0] + sums[1], atol=1e-4, rtol=1e-5)
-
-
-# -- the average, exactly -------------------------------------------------------------------------
 
 
 class Vector(nn.Module):
@@ -190,9 +187,6 @@ def test_gradient_is_none_only_where_no_rank_of_any_replica_has_one(used_on):
     assert run_ranks(gradient_of_unused, 4, [[] for _ in used_on]) == [None] * 4
 
 
-# -- collectives ----------------------------------------------------------------------------------
-
-
 def calls_of_a_step(all_reduce: bool) -> list[str]:
     model = training.build_model(RUN)
     training.shard(model, RUN)
@@ -240,11 +234,8 @@ def test_a_bucket_is_averaged_over_replicas_while_the_next_one_is_reduced() -> N
         assert steps == [reduce, reduce, average, reduce, average, reduce, average, average]
 
 
-# -- surface --------------------------------------------------------------------------------------
-
-
-def parts_of_a_bigger_mesh() -> tuple[str, str, float]:
-    """The data dims of a mesh with one more dim; the same dims in another order."""
+@on_ranks(4)
+def test_two_dims_of_a_bigger_mesh_serve():
     whole = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "fsdp"))
     model = fully_shard(Vector(), mesh=whole["dp", "fsdp"])
     model(torch.ones(700) * dist.get_rank()).backward()
@@ -252,25 +243,18 @@ def parts_of_a_bigger_mesh() -> tuple[str, str, float]:
     assert isinstance(model.weight.device_mesh, DeviceMesh)
     assert isinstance(placement, RaggedShard)
     assert model.weight.bounds == placement.bounds(dist.get_rank() % 2, 700)
-    return (
+    title, placements, average = (
         str(layout(model)).splitlines()[0].strip(),
         str(model.weight.placements),
         float(model.weight.grad.full_tensor()[0]),
     )
+    assert title == "layout on 2 ranks, 2 replicas"
+    assert placements == "(Replicate(), RaggedShard(dims=(0,), local_units=(2, 1), unit_numel=256))"
+    assert average == 1.5
 
 
-def test_two_dims_of_a_bigger_mesh_serve() -> None:
-    for title, placements, average in run_ranks(parts_of_a_bigger_mesh, 4):
-        assert title == "layout on 2 ranks, 2 replicas"
-        assert (
-            placements
-            == "(Replicate(), RaggedShard(dims=(0,), local_units=(2, 1), unit_numel=256))"
-        )
-        assert average == 1.5
-
-
-def step_after_an_exception() -> Tensor:
-    """A backward that raises after one without all-reduce; its sums must not come back."""
+@on_ranks(4)
+def test_reset_forgets_sums_that_wait_for_replicas():
     model = Vector()
     fully_shard(model, mesh=mesh_of((2, 2)))
     model.set_requires_all_reduce(False)
@@ -278,9 +262,5 @@ def step_after_an_exception() -> Tensor:
     model.reset_iter_state()
     model.set_requires_all_reduce(True)
     model(torch.ones(700)).backward()
-    return model.weight.grad.full_tensor()
-
-
-def test_reset_forgets_sums_that_wait_for_replicas() -> None:
-    for gradient in run_ranks(step_after_an_exception, 4):
-        assert torch.equal(gradient, torch.ones(700))
+    gradient = model.weight.grad.full_tensor()
+    assert torch.equal(gradient, torch.ones(700))

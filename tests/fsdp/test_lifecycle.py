@@ -1,7 +1,4 @@
-"""Modules of unusual kinds, and unusual ways to call them, against one process on the same batch.
-
-The models are in `kinds_of_modules.py`, the calls in `ways_to_call.py`.
-"""
+"""Modules of unusual kinds, and unusual ways to call them, against one process on the same data."""
 
 import traceback
 import warnings
@@ -121,8 +118,12 @@ def test_weights_are_freed_after_forward_unless_the_output_hides_tensors() -> No
     assert run_ranks(states_after_forward, 2, "Objects")[0] == [unsharded] * 3
 
 
-def leave_by_exception() -> tuple[list[Tensor | None], list[ShardedState]]:
-    """Gradients that are there once a backward raised while reductions were in flight."""
+def fail(grad: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_gradients_of_a_backward_that_raised_do_not_arrive_after_zero_grad():
     model = nn.Sequential(*(Layer() for _ in range(4)))
     for layer in model:
         fully_shard(layer)
@@ -138,21 +139,14 @@ def leave_by_exception() -> tuple[list[Tensor | None], list[ShardedState]]:
     with torch.no_grad():
         model(x)
     buckets = [state_of(layer).bucket for layer in model]
-    return [p.grad for p in model.parameters()], [bucket.state for bucket in buckets]
+    gradients, states = [p.grad for p in model.parameters()], [bucket.state for bucket in buckets]
+    assert gradients == [None] * len(gradients)
+    assert set(states) == {ShardedState.SHARDED}
 
 
-def fail(grad: Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def test_gradients_of_a_backward_that_raised_do_not_arrive_after_zero_grad() -> None:
-    for gradients, states in run_ranks(leave_by_exception, 2):
-        assert gradients == [None] * len(gradients)
-        assert set(states) == {ShardedState.SHARDED}
-
-
-def accumulate_in_fp32() -> tuple[Tensor, list[Tensor]]:
-    """A bfloat16 weight after three micro-batches that only the last of which averages."""
+@on_ranks(1, 3)
+def test_bf16_gradients_are_accumulated_and_averaged_in_fp32():
+    """Rounded once, at the end: sums of bfloat16 would lose the small addends."""
     torch.manual_seed(0)
     model = nn.Linear(WIDTH, 30, bias=False, dtype=torch.bfloat16)
     weight = model.weight.detach().clone()
@@ -170,15 +164,9 @@ def accumulate_in_fp32() -> tuple[Tensor, list[Tensor]]:
                 model(x).square().mean().backward()
     gradient = model.weight.grad
     assert gradient.dtype == torch.bfloat16
-    return (total / world_size).bfloat16(), gradient.full_tensor()
-
-
-def test_bf16_gradients_are_accumulated_and_averaged_in_fp32() -> None:
-    """Rounded once, at the end: sums of bfloat16 would lose the small addends."""
-    for world_size in (1, 3):
-        for expected, gradient in run_ranks(accumulate_in_fp32, world_size):
-            # fp32 sums in another order, then rounded: one step of bfloat16 apart at most.
-            torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=2**-7)
+    expected, gradient = (total / world_size).bfloat16(), gradient.full_tensor()
+    # fp32 sums in another order, then rounded: one step of bfloat16 apart at most.
+    torch.testing.assert_close(gradient, expected, atol=1e-6, rtol=2**-7)
 
 
 def mixed_policy() -> tuple[list[torch.dtype], list[torch.dtype], list[torch.dtype]]:
@@ -219,12 +207,10 @@ def test_dtypes_of_one_bucket_are_cast_for_compute_and_kept_at_rest() -> None:
         assert gradients == own[:3]
 
 
-def marks_of_parameters() -> bool:
+@on_ranks(2)
+def test_marks_that_scripts_put_on_parameters_stay():
     model = nn.Linear(WIDTH, WIDTH)
     model.bias.no_weight_decay = True
     fully_shard(model)
-    return model.bias.no_weight_decay and not hasattr(model.weight, "no_weight_decay")
-
-
-def test_marks_that_scripts_put_on_parameters_stay() -> None:
-    assert all(run_ranks(marks_of_parameters, 2))
+    assert model.bias.no_weight_decay
+    assert not hasattr(model.weight, "no_weight_decay")

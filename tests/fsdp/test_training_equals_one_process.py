@@ -1,8 +1,4 @@
-"""Training on ranks against one process on the same global batch.
-
-Covers the whole chain: forward and backward hooks, gathers, reductions, accumulation, activation
-checkpointing, the optimizers. Losses agree up to the order in which gradients are summed.
-"""
+"""Training on ranks against one process on the same global batch."""
 
 from dataclasses import replace
 from functools import cache
@@ -13,9 +9,6 @@ import torch
 from torch import Tensor
 
 from ranks import run_ranks
-from sharding import layout
-from sharding.report import Layout
-from small_models import assert_weights
 from training import Run, train, train_model
 
 STEPS = 4
@@ -95,30 +88,3 @@ def test_uneven_world_sizes_train(world_size):
     losses = run_ranks(train, world_size, MUON)
     assert all(rank_losses == losses[0] for rank_losses in losses)
     assert losses[0][-1] < losses[0][0] - 0.02
-
-
-def train_and_look(run: Run) -> tuple[list[float], dict[str, Tensor], Layout]:
-    """The losses, the full weights and the layout."""
-    losses, model = train_model(run)
-    weights = {name: p.full_tensor().detach() for name, p in model.named_parameters()}
-    return losses, weights, layout(model)
-
-
-@pytest.mark.parametrize("world_size", [3, 5])
-def test_residency_changes_no_bit(world_size):
-    """The layout changes with the padding for residency; over gloo the averages do not."""
-    run = replace(MUON, optimizer_first=True)
-    raised = run_ranks(train_and_look, world_size, replace(run, resident_padding=1.0))
-    unraised = run_ranks(train_and_look, world_size, replace(run, resident_padding=0.0))
-    for (losses, weights, plan), (other_losses, other_weights, other_plan) in zip(
-        raised, unraised, strict=True
-    ):
-        assert losses == other_losses
-        assert_weights(weights, other_weights)
-        saved = [bucket.saved_bytes for bucket in plan.buckets]
-        assert sum(saved) > 0
-        assert all(bucket.saved_bytes == 0 for bucket in other_plan.buckets)
-        resident, other_resident = (
-            sum(bucket.resident for bucket in each.buckets) for each in (plan, other_plan)
-        )
-        assert resident > other_resident

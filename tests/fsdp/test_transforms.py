@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from ranks import run_ranks
+from ranks import assert_as_one_process
 from sharding import RaggedDTensor, fully_shard
 
 # By torch itself, when it loads the decompositions of forward-mode AD.
@@ -73,10 +74,10 @@ WAYS: dict[str, Callable[[Net, Tensor, Tensor], Any]] = {
 }
 
 
-def train(way: str, sharded: bool, reshard: bool | None) -> list[Any]:
+def train(way: str, reshard: bool | None) -> list[Any]:
     """What a transform gives with and without autograd around it, and weights trained on it."""
     torch.manual_seed(0)
-    net = Net()
+    net, sharded = Net(), dist.is_initialized()
     if sharded:
         for part in (net.block, net.frozen, net):
             fully_shard(part, reshard_after_forward=reshard)
@@ -97,11 +98,11 @@ def train(way: str, sharded: bool, reshard: bool | None) -> list[Any]:
     return [*results, [p.detach() for p in params]]
 
 
-def train_in_all_ways(sharded: bool, reshard: bool | None = None) -> dict[str, Any]:
+def train_in_all_ways(reshard: bool | None) -> dict[str, Any]:
     found = {}
     for way in WAYS:
         try:
-            found[way] = train(way, sharded, reshard)
+            found[way] = train(way, reshard)
         except Exception as error:
             raise AssertionError(way) from error
     return found
@@ -109,9 +110,4 @@ def train_in_all_ways(sharded: bool, reshard: bool | None = None) -> dict[str, A
 
 @pytest.mark.parametrize("reshard", [None, True])
 def test_transforms_of_a_sharded_model_are_those_of_one_process(reshard: bool | None) -> None:
-    expected = train_in_all_ways(False)
-    for found in run_ranks(train_in_all_ways, 2, True, reshard):
-        for way, values in expected.items():
-            torch.testing.assert_close(
-                found[way], values, rtol=1e-5, atol=1e-6, msg=lambda text, way=way: f"{way}: {text}"
-            )
+    assert_as_one_process(train_in_all_ways, [2], reshard, rtol=1e-5, atol=1e-6)

@@ -210,9 +210,6 @@ class BetweenForwardAndBackward(Case):
         return loss + loss2
 
 
-# -- uses of gathered weights ----------------------------------------------------------------------
-
-
 class ReturnsView(Layer):
     """A layer that returns a view of what it computed."""
 
@@ -384,9 +381,6 @@ class WrittenInForward(Case):
 
     def build(self) -> nn.Module:
         return nn.Sequential(WritesInForward(), Layer(), WritesInForward())
-
-
-# -- orders of calls ------------------------------------------------------------------------------
 
 
 class Reentrant(Case):
