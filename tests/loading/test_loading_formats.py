@@ -23,8 +23,6 @@ from dcp_checkpoints import Net, difference, full_state, make_net, make_optimize
 from ranks import RankError, run_ranks
 from sharding import RaggedDTensor, load_full_state_dict
 
-# -- safetensors -----------------------------------------------------------------------------------
-
 
 def tensors_of(net: Net) -> dict[str, Tensor]:
     """What a safetensors file can hold: tensors, a shared one once, in memory of their own."""
@@ -83,9 +81,6 @@ def test_loading_a_safetensors_folder_of_other_shapes_names_the_tensor(tmp_path:
     assert len(error.value.reports) == 2
 
 
-# -- torch.save ------------------------------------------------------------------------------------
-
-
 def save_sharded(path: str) -> None:
     net = make_net(1, sharded=True)
     optimizer = make_optimizer(net, "muon", ns_dtype=torch.float32)
@@ -118,10 +113,7 @@ def load_on_other_ranks(path: str) -> None:
 
 
 def test_loading_shards_with_weights_only_on_the_ranks_that_saved_them(tmp_path: Path) -> None:
-    """Pieces lie anywhere in a buffer: torch took their offsets for addresses and failed to save.
-
-    On another number of ranks, an error names the parameter and the way that works.
-    """
+    """Pieces lie anywhere in a buffer: torch took offsets for addresses and failed to save."""
     run_ranks(save_sharded, 2, str(tmp_path))
     assert run_ranks(load_sharded, 2, str(tmp_path)) == ["", ""]
     with pytest.raises(RankError, match=r"embedding\.weight: .*torch\.distributed\.checkpoint"):
@@ -177,9 +169,6 @@ def load_without_distributed(path: str) -> Net:
     optimizer.load_state_dict(state["optimizer"])
     assert difference(full_state(net, optimizer), plain(state)) == ""
     return net
-
-
-# -- torch.distributed.checkpoint ------------------------------------------------------------------
 
 
 def save_dcp(path: str) -> None:

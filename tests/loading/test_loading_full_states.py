@@ -27,7 +27,6 @@ from dcp_checkpoints import (
     make_optimizer,
     shard_net,
     take_steps,
-    tokens_of,
 )
 from ranks import RankError, run_ranks
 from sharding import load_full_state_dict
@@ -205,8 +204,6 @@ def test_loading_an_unsharded_model_needs_no_process_group() -> None:
     load_without_sharding(trained("muon"))
 
 
-# -- what does not fit -----------------------------------------------------------------------------
-
 DROP = object()
 # Where a state is changed, to what, and what the error says.
 MISFITS: list[tuple[tuple[Any, ...], Any, str]] = [
@@ -315,21 +312,3 @@ def test_loading_misuse_raises_on_every_rank(load: Callable[..., None], fact: st
     with pytest.raises(RankError, match=f"(?s){fact}") as error:
         run_ranks(load, 2, *args)
     assert len(error.value.reports) == 2
-
-
-def forward_after_loading(first: dict[str, Any], second: dict[str, Any]) -> list[torch.Tensor]:
-    """Logits after each of two loads, the second into a model whose root is unsharded."""
-    net = make_net(3, sharded=True).eval()
-    load_full_state_dict(net, state=first)
-    logits = [net(tokens_of(0)).detach()]  # under grad: the root stays unsharded for backward
-    load_full_state_dict(net, state=second, broadcast_from_rank0=True)
-    return [*logits, net(tokens_of(0)).detach()]
-
-
-def test_loading_reaches_the_next_forward_though_weights_are_unsharded() -> None:
-    """Megatron-LM#6920: after loading, forward went on with the old copy of the weights."""
-    nets = [make_net(seed).eval() for seed in (1, 2)]
-    states = [full_state(net)["model"] for net in nets]
-    for logits in run_ranks(forward_after_loading, 2, *states):
-        for net, found in zip(nets, logits, strict=True):
-            torch.testing.assert_close(found, net(tokens_of(0)).detach())

@@ -59,8 +59,6 @@ def trained(kind: str) -> tuple[Net, torch.optim.Optimizer]:
     return net, optimizer
 
 
-# -- mutations: each changes one thing in a state dict, and says what ------------------------------
-
 NUMBERS = [float("nan"), float("inf"), -1, -0.5, 1, 0, 2.5, 10**400, True]
 THINGS = [None, "text", "torch.nn", "torch.float16", [], {}, (0.9,), [0.5, None], b"x", object()]
 DTYPES = [torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.complex64]
@@ -243,9 +241,6 @@ def test_malformed_state_dict_of_one_rank_is_refused_on_all(kind: str) -> None:
                 refused += 1
         assert bool(pair[0]) == bool(pair[1])
     assert refused > len(seeds) // 2
-
-
-# -- single faults, with their texts ---------------------------------------------------------------
 
 
 def edited(edit: Callable[[Any], None], kind: str = "named adamw") -> tuple[Any, Any]:

@@ -1,7 +1,4 @@
-"""Models built on the meta device, materialised and initialised after sharding: the same weights.
-
-With equal seeds on all ranks, an initialisation of shards draws what that of the whole would draw.
-"""
+"""Models built on meta, materialised and initialised after sharding: the same weights."""
 
 import itertools
 from collections.abc import Callable
@@ -13,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from dcp_checkpoints import Net, difference, full_state, make_optimizer, shard_net, take_steps
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import RaggedDTensor, RaggedShard, fully_shard
 from sharding.tensor.ragged_tensor import distribute_ragged
 
@@ -70,8 +67,8 @@ def cut(full: Tensor, mesh: Any, seed: int) -> RaggedDTensor:
     return nn.Parameter(distribute_ragged(full, mesh, placement))
 
 
-def draw_everything() -> list[str]:
-    """What is wrong, by op, shape and dtype."""
+@on_ranks(*WORLD_SIZES)
+def test_loading_random_values_into_shards_draws_those_of_the_whole():
     wrong = []
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
     for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
@@ -97,12 +94,7 @@ def draw_everything() -> list[str]:
         except NotImplementedError as error:
             if "aten." not in str(error) or ".full_tensor()" not in str(error):
                 wrong.append(f"{name}: {error}")
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_loading_random_values_into_shards_draws_those_of_the_whole(world_size: int) -> None:
-    assert run_ranks(draw_everything, world_size) == [[]] * world_size
+    assert wrong == [], wrong
 
 
 MODULES: dict[str, Callable[[], nn.Module]] = {
@@ -121,8 +113,9 @@ def initialise(module: nn.Module) -> None:
             part.reset_parameters()
 
 
-def initialise_sharded() -> dict[str, Any]:
-    """What differs from modules that were built directly, by kind."""
+@on_ranks(*WORLD_SIZES)
+def test_loading_initial_values_after_sharding_gives_the_weights_of_before():
+    """Bit for bit: `reset_parameters` as it is, on sharded parameters."""
     differing = {}
     for name, build in MODULES.items():
         torch.manual_seed(5)
@@ -134,14 +127,7 @@ def initialise_sharded() -> dict[str, Any]:
         torch.manual_seed(5)
         initialise(module)
         differing[name] = difference(full_state(module), expected)
-    return differing
-
-
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
-def test_loading_initial_values_after_sharding_gives_the_weights_of_before(world_size: int) -> None:
-    """Bit for bit: `reset_parameters` as it is, on sharded parameters."""
-    for differing in run_ranks(initialise_sharded, world_size):
-        assert differing == dict.fromkeys(MODULES, "")
+    assert differing == dict.fromkeys(MODULES, "")
 
 
 def run_from_meta(kind: str, optimizer_at: str, look: bool) -> dict[str, Any]:
@@ -205,10 +191,7 @@ def run_everywhere(kind: str, moments: list[str]) -> list[tuple[str, bool, str]]
 
 @pytest.mark.parametrize("kind", ["torch_adamw", "adamw", "muon"])
 def test_loading_nothing_on_meta_whenever_the_optimizer_is_built(kind: str) -> None:
-    """Megatron-LM#6799, DeepSpeed#8438: placeholders were trained, or taken for vectors by Muon.
-
-    Weights, states and hyper-parameters are bit for bit those of a model that was built directly.
-    """
+    """Megatron-LM#6799, DeepSpeed#8438: placeholders were trained, or taken for vectors by Muon."""
     moments = ["before to_empty", "after to_empty"]
     if kind != "torch_adamw":  # which cannot follow its parameters into shards
         moments.append("before sharding")

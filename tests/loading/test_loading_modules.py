@@ -18,8 +18,8 @@ from dcp_checkpoints import (
     shard_net,
     tokens_of,
 )
-from ranks import RankError, run_ranks
-from sharding import RaggedDTensor, RaggedShard, fully_shard
+from ranks import RankError, on_ranks, run_ranks
+from sharding import RaggedDTensor, RaggedShard, fully_shard, load_full_state_dict
 from sharding.fsdp.module_state import state_of
 
 
@@ -73,8 +73,8 @@ FORMS: dict[str, Callable[[Net], Mapping[str, Any]]] = {
 }
 
 
-def load_every_form() -> list[str]:
-    """What is wrong, by form and option."""
+@on_ranks(1, 3)
+def test_loading_plain_tensors_and_shards_of_any_layout():
     wrong = []
     source = make_net(1, sharded=True)
     expected = local_state(source)["model"]
@@ -89,12 +89,7 @@ def load_every_form() -> list[str]:
             assert_in_buffers(net)
             if [id(p) for p in net.parameters()] != list(map(id, parameters)):
                 wrong.append(f"{name} {options}: other parameters")
-    return wrong
-
-
-@pytest.mark.parametrize("world_size", [1, 3])
-def test_loading_plain_tensors_and_shards_of_any_layout(world_size: int) -> None:
-    assert run_ranks(load_every_form, world_size) == [[]] * world_size
+    assert wrong == [], wrong
 
 
 class Wrapper(nn.Module):
@@ -129,8 +124,9 @@ MISFITS: dict[str, tuple[dict[str, Any], str]] = {
 KEYS = ("missing", "unexpected")
 
 
-def load_misfits(wrapped: bool) -> list[str]:
-    """What is wrong, by misfit and option."""
+@pytest.mark.parametrize("wrapped", [False, True])
+@on_ranks(2)
+def test_loading_what_does_not_fit_names_it_and_writes_nothing(wrapped):
     wrong = []
     good = full_state(make_net(1))["model"]
     for name, (change, fact) in MISFITS.items():
@@ -161,12 +157,7 @@ def load_misfits(wrapped: bool) -> list[str]:
                 wrong.append(f"{name} {options}: {error}")
             if changed:
                 wrong.append(f"{name} {options} wrote {changed}")
-    return wrong
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_loading_what_does_not_fit_names_it_and_writes_nothing(wrapped: bool) -> None:
-    assert run_ranks(load_misfits, 2, wrapped) == [[], []]
+    assert wrong == [], wrong
 
 
 class Renames(nn.Linear):
@@ -178,7 +169,8 @@ class Renames(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def load_the_modules_own_way() -> None:
+@on_ranks(2)
+def test_loading_leaves_modules_that_rename_their_keys_their_own_way():
     net = nn.Sequential(nn.Linear(5, 7), Renames(7, 300, bias=False))
     net[0].register_load_state_dict_pre_hook(
         lambda module, state, prefix, *_: state.setdefault(f"{prefix}bias", torch.full((7,), 3.0))
@@ -189,10 +181,6 @@ def load_the_modules_own_way() -> None:
     assert not any(net.load_state_dict(state))
     assert net[0].bias.full_tensor().eq(3).all()
     assert net[1].weight.full_tensor().equal(kernel.T)
-
-
-def test_loading_leaves_modules_that_rename_their_keys_their_own_way() -> None:
-    run_ranks(load_the_modules_own_way, 2)
 
 
 def load_into_meta(assign: bool, form: str) -> str:
@@ -224,24 +212,25 @@ def test_loading_into_a_model_on_meta_needs_assign(form: str) -> None:
     assert run_ranks(load_into_meta, 2, True, form) == ["", ""]
 
 
-def load_twice_while_unsharded() -> None:
-    """Two checkpoints one after the other into a live model whose buckets are gathered."""
+@on_ranks(2)
+def test_loading_a_second_checkpoint_while_unsharded_reaches_the_next_forward():
+    """Megatron-LM#6920, Megatron-Bridge#3397: forward went on with the old copy of the weights."""
     net = make_net(3, sharded=True).eval()
     for reshard in (True, False):
         net.set_reshard_after_forward(reshard)
         for seed in (1, 2):
             net(tokens_of(0))  # under grad: some buckets stay gathered for backward
             net.blocks[0].unshard()
+            assert isinstance(net.state_dict()["blocks.0.0.weight"], RaggedDTensor)
             reference = make_net(seed).eval()
-            net.load_state_dict(full_state(reference)["model"])
+            state = full_state(reference)["model"]
+            if seed == 1:
+                net.load_state_dict(state)
+            else:
+                load_full_state_dict(net, state=state, broadcast_from_rank0=True)
             found, expected = net(tokens_of(1)), reference(tokens_of(1))
             torch.testing.assert_close(found.detach(), expected.detach())
             found.sum().backward()
-
-
-def test_loading_a_second_checkpoint_while_unsharded_reaches_the_next_forward() -> None:
-    """Megatron-LM#6920, Megatron-Bridge#3397: forward went on with the old copy of the weights."""
-    run_ranks(load_twice_while_unsharded, 2)
 
 
 def load_another_mesh() -> None:

@@ -28,7 +28,7 @@ from dcp_checkpoints import (
     take_steps,
     tokens_of,
 )
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import fully_shard, load_full_state_dict
 from training import mesh_of
 
@@ -125,8 +125,9 @@ def test_full_states_reach_every_replica(sizes: tuple[int, int], broadcast: bool
     assert_same(results, expected, sizes[1])
 
 
-def load_what_does_not_fit(broadcast: bool) -> tuple[str, str]:
-    """The state of one rank lacks a key (of rank 0, where that has it alone)."""
+@pytest.mark.parametrize("broadcast", [False, True])
+@on_ranks(4)
+def test_states_that_do_not_fit_raise_on_every_rank_of_both_dims(broadcast):
     net = sharded_net(2, (2, 2))
     before = local_state(net)
     state = full_state(make_net(1))["model"]
@@ -134,18 +135,14 @@ def load_what_does_not_fit(broadcast: bool) -> tuple[str, str]:
         del state["blocks.1.0.bias"]
     with pytest.raises((ValueError, RuntimeError)) as error:
         load_full_state_dict(net, state=state, broadcast_from_rank0=broadcast)
-    return str(error.value), difference(local_state(net), before)
+    message, changed = str(error.value), difference(local_state(net), before)
+    assert "blocks.1.0.bias" in message
+    assert broadcast or "ranks 0 and 3" in message
+    assert not changed
 
 
-@pytest.mark.parametrize("broadcast", [False, True])
-def test_states_that_do_not_fit_raise_on_every_rank_of_both_dims(broadcast: bool) -> None:
-    for message, changed in run_ranks(load_what_does_not_fit, 4, broadcast):
-        assert "blocks.1.0.bias" in message
-        assert broadcast or "ranks 0 and 3" in message
-        assert not changed
-
-
-def modules_and_states() -> None:
+@on_ranks(4)
+def test_modules_load_convert_and_materialise():
     """`load_state_dict`, torch's full state dicts, meta devices, assignment."""
     mesh, expected = mesh_of((2, 2)), make_net(1).state_dict()
     net = sharded_net(2, (2, 2))
@@ -173,7 +170,3 @@ def modules_and_states() -> None:
     loss = net.double()(tokens_of(0)).square().mean()
     loss.backward()
     assert all(p.grad.dtype == torch.float64 for p in net.parameters() if p.requires_grad)
-
-
-def test_modules_load_convert_and_materialise() -> None:
-    run_ranks(modules_and_states, 4)

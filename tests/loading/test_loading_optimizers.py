@@ -24,7 +24,7 @@ from dcp_checkpoints import (
     plain,
     take_steps,
 )
-from ranks import RankError, run_ranks
+from ranks import RankError, on_ranks, run_ranks
 from sharding import RaggedDTensor, load_full_state_dict
 
 Optimizer = torch.optim.Optimizer
@@ -44,8 +44,9 @@ def states(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [plain(optimizer.state[p]) for group in optimizer.param_groups for p in group["params"]]
 
 
-def exchange(named: bool, amsgrad: bool) -> list[str]:
-    """Every way from one AdamW to the other; the new one continues the old one's run."""
+@pytest.mark.parametrize(("named", "amsgrad"), [(False, True), (True, False)])
+@on_ranks(2)
+def test_loading_torchs_adamw_into_ours_and_back_continues_bit_for_bit(named, amsgrad):
     wrong = []
     for source, target in (("torch", "ours"), ("ours", "torch"), ("ours", "ours")):
         for sharded, full in ((False, True), (True, False), (True, True)):
@@ -73,17 +74,8 @@ def exchange(named: bool, amsgrad: bool) -> list[str]:
             found = found or difference(states(other_optimizer), states(optimizer))
             if found:
                 wrong.append(f"{source} {'shards' if sharded else 'plain'} to {target}: {found}")
-    return wrong
+    assert wrong == [], wrong
 
-
-@pytest.mark.parametrize(("named", "amsgrad"), [(False, True), (True, False)])
-def test_loading_torchs_adamw_into_ours_and_back_continues_bit_for_bit(
-    named: bool, amsgrad: bool
-) -> None:
-    assert run_ranks(exchange, 2, named, amsgrad) == [[], []]
-
-
-# -- dtypes ----------------------------------------------------------------------------------------
 
 Pair = tuple[nn.Module, Optimizer]
 
@@ -119,8 +111,14 @@ WAYS: list[Callable[[Pair, Pair], None]] = [
 ]
 
 
-def keep_bits(param_dtype: torch.dtype, state_dtype: torch.dtype) -> list[str]:
-    """Loads states of another dtype than the parameters', in every way."""
+@pytest.mark.parametrize(
+    ("param_dtype", "state_dtype"),
+    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
+    ids=["float32 states", "bfloat16 states"],
+)
+@on_ranks(2)
+def test_loading_keeps_the_dtype_and_the_bits_of_states(param_dtype, state_dtype):
+    """DeepSpeed#7746, torchtitan#4615: loading cast states to the dtype of the parameters."""
     wrong = []
     for kind, way in itertools.product(("adamw", "muon"), WAYS):
         net = make_net(1, sharded=True, dtype=param_dtype)
@@ -151,22 +149,7 @@ def keep_bits(param_dtype: torch.dtype, state_dtype: torch.dtype) -> list[str]:
                 group.pop("state_dtype", None)
         if found := difference(*states):
             wrong.append(f"{kind} {way.__name__}: {found}")
-    return wrong
-
-
-@pytest.mark.parametrize(
-    ("param_dtype", "state_dtype"),
-    [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)],
-    ids=["float32 states", "bfloat16 states"],
-)
-def test_loading_keeps_the_dtype_and_the_bits_of_states(
-    param_dtype: torch.dtype, state_dtype: torch.dtype
-) -> None:
-    """DeepSpeed#7746, torchtitan#4615: loading cast states to the dtype of the parameters."""
-    assert run_ranks(keep_bits, 2, param_dtype, state_dtype) == [[], []]
-
-
-# -- another algorithm -----------------------------------------------------------------------------
+    assert wrong == [], wrong
 
 
 def load_across(source_kind: str, target_kind: str, facts: dict[str, str]) -> list[str]:
@@ -253,9 +236,6 @@ def test_loading_states_of_another_algorithm_names_them(
     with pytest.raises(RankError, match=f"(?s){fact}") as error:
         run_ranks(matrices, 2, target, saved)
     assert len(error.value.reports) == 2
-
-
-# -- groups ----------------------------------------------------------------------------------------
 
 
 def reorder(named: bool) -> str:

@@ -1,7 +1,4 @@
-"""Checkpoints by torch's recipe: get_optimizer_state_dict, dcp.load, set_optimizer_state_dict.
-
-Files of torch's optimizers have torch's keys only; the recipe asks a file for every key.
-"""
+"""Checkpoints by torch's recipe: get_optimizer_state_dict, dcp.load, set_optimizer_state_dict."""
 
 import copy
 import itertools
@@ -95,9 +92,6 @@ def save(net: nn.Module, optimizers: Optimizers, path: Path, options: Any) -> No
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=path)
 
 
-# -- files of torch --------------------------------------------------------------------------------
-
-
 def load_what_torch_wrote(folder: Path) -> list[str]:
     """What differs from torch's own run, which goes on, by kind, options and layout."""
     wrong = []
@@ -139,9 +133,6 @@ def test_loading_a_checkpoint_of_torchs_optimizers_by_torchs_recipe_finds_all_ke
 ) -> None:
     """`Missing key in checkpoint state_dict: optimizer.param_groups.0.algorithm`."""
     assert run_ranks(load_what_torch_wrote, 2, tmp_path) == [[], []]
-
-
-# -- our own files ---------------------------------------------------------------------------------
 
 
 def with_options(net: nn.Module, lr: float) -> list[Callable[[], torch.optim.Optimizer]]:
@@ -238,9 +229,6 @@ def test_loading_older_files_has_all_keys_and_files_of_another_precision_are_ref
 ) -> None:
     for said in run_ranks(load_older_and_other_files, 2, tmp_path):
         assert said == [""] * 14
-
-
-# -- groups ----------------------------------------------------------------------------------------
 
 
 def test_loading_leaves_groups_with_every_key_however_they_are_read_and_copied() -> None:

@@ -1,18 +1,12 @@
-"""torch.distributed.checkpoint.state_dict on sharded models, in every combination of its options.
-
-Each is right, or raises on every rank before anything is written.
-"""
+"""torch.distributed.checkpoint.state_dict on sharded models, in every combination of options."""
 
 import copy
 import itertools
-import math
-import re
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -20,10 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
-    set_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import distribute_tensor
 
 import vfsdp_optim
 from dcp_checkpoints import (
@@ -36,8 +27,8 @@ from dcp_checkpoints import (
     set_gradients,
     take_steps,
 )
-from ranks import run_ranks
-from sharding import fully_shard, load_full_state_dict
+from ranks import on_ranks, run_ranks
+from sharding import load_full_state_dict
 
 KINDS = ["torch_adamw", "adamw", "muon"]
 
@@ -57,9 +48,6 @@ def trained(seed: int, kind: str, steps: int, *, sharded: bool) -> tuple[Any, An
     optimizer = make_optimizer(net, kind)
     take_steps(net, optimizer, range(seed, seed + steps))
     return net, optimizer
-
-
-# -- getting ---------------------------------------------------------------------------------------
 
 
 def check_types(state: Any, flags: dict[str, bool]) -> str:
@@ -109,9 +97,6 @@ def test_loading_starts_with_states_that_are_those_of_one_process(kind: str) -> 
     assert run_ranks(get_in_every_way, 2, kind, expected) == [[], []]
 
 
-# -- setting ---------------------------------------------------------------------------------------
-
-
 def expected_error(flags: dict[str, bool], part: str) -> tuple[type[Exception], str] | None:
     """What setting a state has to raise; None where it has to work."""
     if flags["broadcast_from_rank0"] and not flags["full_state_dict"]:
@@ -125,7 +110,10 @@ def expected_error(flags: dict[str, bool], part: str) -> tuple[type[Exception], 
     return None
 
 
-def set_in_every_way(kind: str) -> list[str]:
+@pytest.mark.parametrize("kind", KINDS)
+@on_ranks(2)
+def test_loading_with_torchs_functions_is_right_or_raises_before_it_writes(kind):
+    """Ranks end together: none is left waiting for one that raised."""
     wrong = []
     source_net, source_optimizer = trained(1, kind, 2, sharded=True)
     source = local_state(source_net, source_optimizer)
@@ -181,99 +169,7 @@ def set_in_every_way(kind: str) -> list[str]:
         if error is None:
             net.load_state_dict(weights)
             optimizer.load_state_dict(copy.deepcopy(states))  # torch's keep what they are given
-    return wrong
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loading_with_torchs_functions_is_right_or_raises_before_it_writes(kind: str) -> None:
-    """Ranks end together: none is left waiting for one that raised."""
-    assert run_ranks(set_in_every_way, 2, kind) == [[], []]
-
-
-class Small(nn.Module):
-    """Vectors before matrices: a rank may hold a vector whole, in the shape of the full tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(30)
-        self.linear = nn.Linear(30, 20)
-
-
-def broadcast_full_vectors() -> list[str]:
-    net = Small()
-    fully_shard(net)
-    before = plain(dict(net.state_dict()))
-    held = [p.to_local().numel() == p.numel() for p in net.parameters()]
-    state = {k: torch.full(v.shape, 7.0) for k, v in before.items()} if not dist.get_rank() else {}
-    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    with pytest.raises(NotImplementedError, match="load_full_state_dict"):
-        set_model_state_dict(net, state, options=options)
-    return [difference(plain(dict(net.state_dict())), before), str(any(held))]
-
-
-def test_loading_from_rank0_with_torchs_function_writes_no_piece_that_has_the_full_shape() -> None:
-    """torch copies the full tensor into the local one, and hangs where another rank's is shorter.
-
-    See `_distribute_tensors` in torch/distributed/_state_dict_utils.py.
-    """
-    results = run_ranks(broadcast_full_vectors, 2)
-    assert [changed for changed, _ in results] == ["", ""]
-    assert "True" in [held for _, held in results], "else the fault could not show"
-
-
-def cut_full_tensors(mesh_sizes: tuple[int, ...]) -> list[str]:
-    """What torch's `distribute_tensor` says, after which its cures are carried out."""
-    net = Small()
-    names = ("replicate", "shard")[-len(mesh_sizes) :]
-    fully_shard(net, mesh=init_device_mesh("cpu", mesh_sizes, mesh_dim_names=names))
-    generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(p.shape, generator=generator) for name, p in net.named_parameters()}
-    said = []
-    for name, p in net.named_parameters():
-        try:
-            distribute_tensor(full[name], p.device_mesh, p.placements)
-        except RuntimeError as error:
-            said.append(str(error))
-        made = torch.empty_like(p).copy_(full[name])
-        assert torch.equal(made.full_tensor(), full[name])
-        with torch.no_grad():
-            p.copy_(full[name])
-    copied = difference(plain(dict(net.state_dict())), full)
-    load_full_state_dict(net, state={name: value + 1 for name, value in full.items()})
-    loaded = difference(
-        plain(dict(net.state_dict())), {name: value + 1 for name, value in full.items()}
-    )
-    return [copied, loaded, *said]
-
-
-@pytest.mark.parametrize("mesh_sizes", [(2,), (2, 2)])
-def test_loading_by_distribute_tensor_is_refused_with_what_works(
-    mesh_sizes: tuple[int, ...],
-) -> None:
-    """torchtune and torch's tutorial of FSDP2 cut full tensors by the placements of parameters."""
-    for copied, loaded, *said in run_ranks(cut_full_tensors, math.prod(mesh_sizes), mesh_sizes):
-        assert (copied, loaded) == ("", "")
-        assert len(said) == 4
-        for text in said:
-            assert re.search(
-                r"unsupported placements RaggedShard\(.*parameter\.copy_\(full\)", text
-            )
-
-
-def set_together(kind: str) -> str:
-    source = trained(1, kind, 2, sharded=True)
-    net, optimizer = trained(2, kind, 1, sharded=True)
-    # torch's optimizers keep the tensors that they are given.
-    weights, states = copy.deepcopy(get_state_dict(*source))
-    set_state_dict(net, optimizer, model_state_dict=weights, optim_state_dict=states)
-    take_steps(net, optimizer, range(2))
-    take_steps(*source, range(2))
-    return difference(local_state(net, optimizer), local_state(*source))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_loading_both_with_torchs_function_trains_on_as_the_source(kind: str) -> None:
-    assert run_ranks(set_together, 3, kind) == ["", "", ""]
+    assert wrong == [], wrong
 
 
 def load_in_another_order(flatten: bool) -> str:
@@ -296,10 +192,7 @@ def load_in_another_order(flatten: bool) -> str:
 
 @pytest.mark.parametrize("flatten", [False, True])
 def test_loading_named_groups_in_another_order_follows_the_names(flatten: bool) -> None:
-    """pytorch#113673, torchtitan#3356: reordered groups got each other's state.
-
-    torch's functions order `params` as the optimizer does, and leave `param_names` as saved.
-    """
+    """pytorch#113673, torchtitan#3356: reordered groups got each other's state."""
     assert run_ranks(load_in_another_order, 2, flatten) == ["", ""]
 
 
