@@ -192,6 +192,12 @@ MISUSES_OF_TRAINING: dict[type[Exception], list[tuple]] = {
         ("generator|the model itself", lambda s: vfsdp_optim.param_groups(s.model.parameters())),
         ("adamw|0.0003|{'lr': 3e-4}", lambda s: vfsdp_optim.param_groups(s.model, adamw=0.0003)),
         ("head.weight|RaggedShard|zeros_like(p)", step, gradient_cut_otherwise),
+        ("head.weight|laid out as its parameter, in|got a Tensor", step, plain_gradient),
+        (
+            "head.weight.grad was set to a RaggedDTensor|p.grad.copy_(full)",
+            lambda s: loss_of(s.model, 1).backward(),
+            gradient_cut_otherwise,
+        ),
         (
             "head.weight|(31, 12)|zeros_like(p)",
             lambda s: loss_of(s.model, 1).backward(),

@@ -1,8 +1,4 @@
-"""Misuses: each raises on every rank, names what is wrong and the cure, and changes nothing.
-
-The rows are in `misuses_of_sharding.py` and `misuses_of_training.py`. Most run one after the other
-in one call, so that a rank on which a row raises nothing, or hangs, is seen at once.
-"""
+"""Misuses: each raises on every rank, names what is wrong and the cure, and changes nothing."""
 
 from dataclasses import dataclass
 

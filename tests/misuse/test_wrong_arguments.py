@@ -1,7 +1,4 @@
-"""Arguments of a wrong type: the error names the argument, what came, and what to pass instead.
-
-Python's own words for most of these, such as "'int' object is not iterable", name neither.
-"""
+"""Arguments of a wrong type: the error names the argument, what came, and what to pass instead."""
 
 import re
 from collections.abc import Callable

@@ -1,8 +1,5 @@
 """AdamW: torch's bits on plain tensors, state that can be saved and resumed, and its limits."""
 
-import copy
-import io
-
 import pytest
 import torch
 from hypothesis import given
@@ -10,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import run_ranks
+from ranks import on_ranks
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamW
@@ -82,32 +79,6 @@ def test_step_of_a_long_tensor_has_torchs_bits_in_every_chunk():
     assert_same(ours, params, theirs, reference)
 
 
-def test_step_follows_the_paper():
-    (p,) = parameters([(50,)])
-    x = p.detach().double()
-    m = v = torch.zeros(50, dtype=torch.float64)
-    optimizer = AdamW([p], lr=0.1, betas=(0.8, 0.9), eps=1e-3, weight_decay=0.5)
-    for step in range(1, 6):
-        set_gradients([p], step)
-        g = p.grad.double()
-        optimizer.step()
-        m, v = 0.8 * m + 0.2 * g, 0.9 * v + 0.1 * g * g
-        update = (m / (1 - 0.8**step)) / ((v / (1 - 0.9**step)).sqrt() + 1e-3)
-        x = x - 0.1 * 0.5 * x - 0.1 * update
-    torch.testing.assert_close(p.detach().double(), x, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("scale", [0.0, 1.0])
-def test_explicit_zeros_are_kept(scale):
-    params, reference = parameters([(9,)]), parameters([(9,)])
-    options = dict(lr=0.1 * scale, weight_decay=0.0, eps=0.0)
-    ours = AdamW([{"params": params, **options}], lr=7.0, weight_decay=7.0, eps=7.0)
-    theirs = torch.optim.AdamW([{"params": reference, **options}], foreach=True)
-    train(ours, params, 2)
-    train(theirs, reference, 2)
-    assert_same(ours, params, theirs, reference)
-
-
 def test_tensor_learning_rate_is_read_at_each_step():
     params, reference = parameters(), parameters()
     lr = torch.tensor(0.5)
@@ -156,23 +127,6 @@ def test_sparse_gradient_is_refused_by_name():
         optimizer.step()
 
 
-@pytest.mark.parametrize("grad_strides", ["same", "other"])
-def test_strides_of_parameters_are_kept_and_do_not_matter(grad_strides):
-    (full,) = parameters([(4, 3, 5, 5)])
-    p = nn.Parameter(full.detach().to(memory_format=torch.channels_last))
-    strides = p.stride()
-    ours, theirs = AdamW([p], lr=0.1), torch.optim.AdamW([full], lr=0.1, foreach=True)
-    for step in range(3):
-        set_gradients([full], step)
-        p.grad = full.grad.clone()
-        if grad_strides == "same":
-            p.grad = p.grad.to(memory_format=torch.channels_last)
-        ours.step()
-        theirs.step()
-    assert p.stride() == strides
-    assert_same(ours, [p], theirs, [full])
-
-
 def test_float32_states_of_bfloat16_parameters_take_what_bfloat16_states_lose():
     (p,) = parameters([(64,)], dtype=torch.bfloat16)
     (reference,) = parameters([(64,)], dtype=torch.bfloat16)
@@ -187,43 +141,6 @@ def test_float32_states_of_bfloat16_parameters_take_what_bfloat16_states_lose():
     for key in ("exp_avg", "exp_avg_sq"):
         assert optimizer.state[p][key].dtype is torch.float32
         assert torch.equal(optimizer.state[p][key], full.state[reference][key])
-
-
-# -------------------------------------------------------------------- state
-
-
-def test_states_of_a_step_are_views_users_can_write():
-    (p,) = parameters([(6,)])
-    optimizer = AdamW([p], lr=0.1)
-    optimizer.state[p]["exp_avg"].fill_(3.0)
-    optimizer.state[p]["step"].fill_(10.0)
-    p.grad = torch.zeros(6)
-    optimizer.step()
-    torch.testing.assert_close(optimizer.state[p]["exp_avg"], torch.full((6,), 2.7))
-    assert optimizer.state[p]["step"].item() == 11
-
-
-@pytest.mark.parametrize("through", ["memory", "file", "deepcopy"])
-def test_resumed_training_has_the_bits_of_the_uninterrupted_one(through):
-    params, resumed = parameters(), parameters(seed=5)
-    optimizer, other = AdamW(params, lr=0.1), AdamW(resumed, lr=0.3)
-    train(optimizer, params, 2, missing=frozenset({1}))
-    saved = optimizer.state_dict()
-    if through == "file":
-        file = io.BytesIO()
-        torch.save(saved, file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
-    elif through == "deepcopy":
-        saved = copy.deepcopy(saved)
-    with torch.no_grad():
-        for p, q in zip(params, resumed, strict=True):
-            q.copy_(p)
-    other.load_state_dict(saved)
-    train(optimizer, params, 2, 300)
-    train(other, resumed, 2, 300)
-    assert_same(other, resumed, optimizer, params)
-    assert other.param_groups[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize(
@@ -247,26 +164,6 @@ def test_checkpoint_that_does_not_fit_is_an_error_and_changes_nothing(groups, fa
     assert not any(other.state[p]["step"] for p in mine)
 
 
-def test_checkpoint_of_another_shape_is_an_error_that_names_the_state():
-    params, others = parameters([(4, 4)]), parameters([(4, 5)])
-    optimizer = AdamW(params)
-    with pytest.raises(ValueError, match=r"parameter 0.*exp_avg: expected shape \(4, 5\)"):
-        AdamW(others).load_state_dict(optimizer.state_dict())
-
-
-def test_parameters_swapped_in_place_are_the_ones_that_train():
-    # accelerate and the HF Trainer build the optimizer early and swap its parameters.
-    old, new = parameters([(4,)]), parameters([(4,)], seed=3)
-    optimizer = AdamW(old, lr=0.1)
-    train(optimizer, old, 1)
-    optimizer.param_groups[0]["params"][:] = new
-    before = new[0].detach().clone()
-    train(optimizer, new, 1)
-    assert not torch.equal(new[0], before)
-    assert [id(p) for p in optimizer.state] == [id(*new), id(*old)]  # as torch's, which ...
-    assert list(optimizer.state_dict()["state"]) == [0]  # ... cannot be saved
-
-
 def test_parameter_whose_memory_was_replaced_trains_on_with_its_state():
     (p,), (q,) = parameters([(300,)]), parameters([(300,)])
     ours, theirs = AdamW([p], lr=0.1), torch.optim.AdamW([q], lr=0.1, foreach=True)
@@ -276,9 +173,6 @@ def test_parameter_whose_memory_was_replaced_trains_on_with_its_state():
     train(theirs, [q], 2)
     train(theirs, [q], 2, 300)
     assert_same(ours, [p], theirs, [q])
-
-
-# -------------------------------------------------------------------- runs of sharded parameters
 
 
 def flat_parameters(shapes):
@@ -310,7 +204,25 @@ def count_calls(optimizer: AdamW) -> int:
     return sum(event.count for event in profiler.key_averages() if event.key == "aten::lerp_")
 
 
-def runs_of_a_step() -> None:
+@on_ranks(1)
+def test_gradients_in_one_buffer_but_another_order_are_no_run():
+    """As one buffer of a user's that holds gradients from the last parameter to the first."""
+    shapes = [(7, 3), (300,), (5,)]
+    (params, _), (others, _) = flat_parameters(shapes), flat_parameters(shapes)
+    buffer, end = torch.randn(1000), 0
+    for p, q in reversed(list(zip(params, others, strict=True))):
+        q.data.copy_(p.detach())
+        view, end = buffer[end : end + p.numel()], end + p.numel()
+        for param, grad in ((p, view), (q, view.clone())):
+            param.grad = RaggedDTensor.from_local(grad, p.device_mesh, p.placement, p.shape)
+    for each in (params, others):
+        AdamW(each, lr=0.1).step()
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p.to_local(), q.to_local())
+
+
+@on_ranks(1)
+def test_parameters_side_by_side_are_one_run_and_padding_stays_zero():
     torch.manual_seed(0)
     params, flat = flat_parameters([(7, 3), (300,), (5,), (16, 16), (2,)])
     optimizer = AdamW(params, lr=0.1, weight_decay=0.5, eps=0.0)
@@ -331,27 +243,3 @@ def runs_of_a_step() -> None:
         padding[start : start + local.numel()] = False
     assert padding.any()
     assert torch.equal(flat[padding], torch.zeros(int(padding.sum())))  # eps=0 makes 0 / 0 there
-
-
-def gradients_in_another_order() -> None:
-    """As one buffer of a user's that holds gradients from the last parameter to the first."""
-    shapes = [(7, 3), (300,), (5,)]
-    (params, _), (others, _) = flat_parameters(shapes), flat_parameters(shapes)
-    buffer, end = torch.randn(1000), 0
-    for p, q in reversed(list(zip(params, others, strict=True))):
-        q.data.copy_(p.detach())
-        view, end = buffer[end : end + p.numel()], end + p.numel()
-        for param, grad in ((p, view), (q, view.clone())):
-            param.grad = RaggedDTensor.from_local(grad, p.device_mesh, p.placement, p.shape)
-    for each in (params, others):
-        AdamW(each, lr=0.1).step()
-    for p, q in zip(params, others, strict=True):
-        assert torch.equal(p.to_local(), q.to_local())
-
-
-def test_gradients_in_one_buffer_but_another_order_are_no_run():
-    run_ranks(gradients_in_another_order, 1)
-
-
-def test_parameters_side_by_side_are_one_run_and_padding_stays_zero():
-    run_ranks(runs_of_a_step, 1)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import gc
-import resource
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.transport.exchange import Exchange
 from vfsdp_optim import Muon
@@ -56,9 +52,6 @@ def sharded(shapes: Sequence[Shape], **options: Any) -> Muon:
 
 def parts_of(optimizer: Muon) -> list[ShardedMatrices]:
     return [part for part in optimizer._working_set.matrices if isinstance(part, ShardedMatrices)]
-
-
-# -------------------------------------------------------------------- bytes and collectives
 
 
 def count_bytes(shapes: Sequence[Shape], ns_dtype: torch.dtype) -> tuple[float, int, int, int]:
@@ -100,27 +93,6 @@ def test_muon_of_a_model_whose_matrices_are_all_resident_sends_nothing():
     assert results == [(0.0, 0, 0, 0)] * 2
 
 
-def count_torchs_collectives() -> int:
-    mesh = init_device_mesh("cpu", (2,))
-    model = torch_fsdp.fully_shard(model_of(TWELVE), mesh=mesh)
-    for p, full in zip(model.parameters(), full_gradients(TWELVE), strict=True):
-        p.grad = distribute_tensor(full, mesh, p.placements)
-    optimizer = torch.optim.Muon(model.parameters())
-    optimizer.step()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
-        optimizer.step()
-    return sum(e.count for e in profiler.key_averages() if e.key.startswith("c10d::"))
-
-
-def test_torchs_muon_on_fsdp2_has_a_dozen_collectives_a_matrix_where_ours_has_two_a_wave():
-    assert min(run_ranks(count_torchs_collectives, 2)) >= 10 * len(TWELVE)
-    (_, _, calls, waves), _ = run_ranks(count_bytes, 2, TWELVE, torch.bfloat16)
-    assert (calls, waves) == (2, 1)
-
-
-# -------------------------------------------------------------------- what the plan says
-
-
 def plan_of(shapes: Sequence[Shape]) -> tuple[str, float, float, int, int]:
     plan = sharded(shapes).plan()
     return str(plan), plan.skew, plan.largest_share, plan.moved_bytes, plan.saved_bytes
@@ -139,9 +111,6 @@ def test_plan_of_muon_shows_the_bytes_that_residency_saves():
     assert (skew, moved, saved) == (1.0, 0, 2 * 2 * 128 * 4)
     assert "2,048" in text
     assert "largest matrix" not in text
-
-
-# -------------------------------------------------------------------- multiply-adds
 
 
 def count_flops(shapes: Sequence[Shape]) -> int:
@@ -169,8 +138,6 @@ def test_muon_computes_every_matrix_once_over_all_ranks(world_size):
     assert sum(flops) == expected
     assert max(flops) <= 1.25 * expected / world_size
 
-
-# -------------------------------------------------------------------- overlap
 
 EVENTS: list[tuple[str, int]] = []
 
@@ -237,9 +204,6 @@ def test_exchange_of_muon_is_in_flight_while_matrices_are_computed():
                 assert at["returned", wave - 1] < at["gather", wave + 1]
 
 
-# -------------------------------------------------------------------- memory
-
-
 class _Allocations(TorchDispatchMode):
     """The bytes of every storage that an operator makes."""
 
@@ -259,20 +223,17 @@ class _Allocations(TorchDispatchMode):
         return out
 
 
-def train_long(steps: int) -> tuple[int, int, int, int, int]:
-    """Return (largest allocation of a step, bytes of the slots, limit, new tensors, new bytes)."""
+@on_ranks(2)
+def test_steps_of_muon_allocate_nothing():
     limit = 4 * 3 * 50 * 30
     optimizer = sharded(CUT, max_exchange_bytes=limit)
-    for _ in range(steps // 2):
+    for _ in range(2):
         optimizer.step()
     with _Allocations() as allocations:
         optimizer.step()
-    tensors, bytes_before = live()
-    for _ in range(steps // 2):
-        optimizer.step()
-    after, bytes_after = live()
     reserved = sum(part._exchange.allocated_bytes for part in parts_of(optimizer))
-    return allocations.largest, reserved, limit, after - tensors, bytes_after - bytes_before
+    assert 0 < reserved <= 2 * limit + 2 * 4 * 64  # `owned` starts at a multiple of 64
+    assert allocations.largest <= 64  # numbers, no matrix of 6000 bytes
 
 
 def largest_allocation(dtype: torch.dtype, options: dict[str, Any]) -> int:
@@ -296,26 +257,8 @@ def test_steps_of_muon_in_bfloat16_allocate_a_piece_of_one_matrix_at_most(dtype)
         assert largest <= 4 * 50 * 30
 
 
-def live() -> tuple[int, int]:
-    gc.collect()
-    with open("/proc/self/statm") as file:
-        pages = int(file.read().split()[1])
-    count = sum(isinstance(x, Tensor) for x in gc.get_objects())
-    return count, pages * resource.getpagesize()
-
-
-def test_steps_of_muon_allocate_nothing_and_leave_nothing_behind():
-    for largest, reserved, limit, tensors, grown in run_ranks(train_long, 2, 200):
-        assert 0 < reserved <= 2 * limit + 2 * 4 * 64  # `owned` starts at a multiple of 64
-        assert largest <= 64  # numbers, no matrix of 6000 bytes
-        assert tensors < 10  # of 100 steps; a transport may let go of the last ones late
-        assert grown < 4 << 20
-
-
-# -------------------------------------------------------------------- bad sizes
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_exchange_smaller_than_the_largest_matrix_of_muon_is_an_error_on_every_rank():
     model = model_of([(50, 30), (20, 20)])
     fully_shard(model)
     message = (
@@ -338,10 +281,6 @@ def refuse() -> None:
             act()
     for p, old in zip(model.parameters(), before, strict=True):
         assert torch.equal(p.full_tensor(), old)
-
-
-def test_exchange_smaller_than_the_largest_matrix_of_muon_is_an_error_on_every_rank():
-    run_ranks(refuse, 2)
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, None])

@@ -1,8 +1,4 @@
-"""Matrices inside of parameters are updated as if each were a parameter of its own, bit by bit.
-
-Through `param_groups(matrices=...)`: stacked experts, convolutions, fused projections with equal,
-unequal and alternating rows, heads by rows and by columns; on any number of ranks, cut anywhere.
-"""
+"""Matrices inside of parameters are updated as if each were a parameter of its own, bit by bit."""
 
 from __future__ import annotations
 
@@ -187,5 +183,6 @@ def test_scale_of_muon_is_that_of_the_matrix_and_not_of_the_parameter():
     ],
 )  # fmt: skip
 def test_matrices_that_cannot_be_are_an_error_that_names_parameter_glob_and_cure(matrices, fact):
+    """torchtitan#4812: a pattern that matched no more after a rename left matrices to AdamW."""
     with pytest.raises(ValueError, match=f"(?s){fact}"):
         param_groups(Fused((12, 4), 4), matrices={"before": None, **matrices})

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.profiler import ProfilerActivity, profile
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding import fully_shard
 from small_models import (
     assert_bits,
@@ -94,8 +94,10 @@ def test_inf_on_one_rank_never_enters_the_states_of_a_skipped_step(name):
             assert_weights(weights, expected)
 
 
-def train_ignoring(name: str) -> list[bool]:
-    """Whether the head is NaN anywhere, after each of three steps of which the first is bad."""
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(3)
+def test_ignored_nan_is_seen_by_every_rank_in_the_same_step(name):
+    """DeepSpeed#8435. The default is torch's: the step is taken, and NaN shows at once."""
     model = shard(build())
     optimizer = make_optimizer(name, model)
     seen = []
@@ -105,13 +107,7 @@ def train_ignoring(name: str) -> list[bool]:
             poison(model, float("nan"))
         optimizer.step()
         seen.append(bool(weights_of(model)["head.weight"].isnan().any()))
-    return seen
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ignored_nan_is_seen_by_every_rank_in_the_same_step(name):
-    """DeepSpeed#8435. The default is torch's: the step is taken, and NaN shows at once."""
-    assert run_ranks(train_ignoring, 3, name) == [[True] * 3] * 3
+    assert seen == [True] * 3
 
 
 def raise_and_go_on(name: str) -> tuple[str, dict[str, torch.Tensor]]:
@@ -190,9 +186,12 @@ def test_ranks_of_all_meshes_skip_together():
             assert all(same)
 
 
-def skip_without_a_gradient(host_devices) -> tuple[list[float], list[bool]]:
-    """Step counts and whether anything moved, after a bad step and a good one without a gradient
-    of the first matrix on any rank."""
+@pytest.mark.parametrize("host_devices", [HOST, DEVICE], ids=["host", "device"])
+@on_ranks(2)
+def test_muon_counts_no_step_of_a_parameter_without_a_gradient_where_steps_are_skipped(
+    host_devices,
+):
+    """It counted down where only the device knew that the step was to be left out."""
     params = [nn.Parameter(torch.ones(40, 33, dtype=torch.bfloat16)) for _ in range(2)]
     mesh = init_device_mesh("cpu", (2,))
     params = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
@@ -209,17 +208,8 @@ def skip_without_a_gradient(host_devices) -> tuple[list[float], list[bool]]:
         moved += [
             not torch.equal(p.full_tensor(), torch.ones_like(p).full_tensor()) for p in params
         ]
-    return steps, moved
-
-
-@pytest.mark.parametrize("host_devices", [HOST, DEVICE], ids=["host", "device"])
-def test_parameter_of_muon_without_a_gradient_keeps_its_step_count_where_steps_are_skipped(
-    host_devices,
-):
-    """It counted down where only the device knew that the step was to be left out."""
-    for steps, moved in run_ranks(skip_without_a_gradient, 2, host_devices):
-        assert steps == [0.0, 0.0, 0.0, 1.0]
-        assert moved == [False, False, False, True]
+    assert steps == [0.0, 0.0, 0.0, 1.0]
+    assert moved == [False, False, False, True]
 
 
 def calls_of_a_step(name: str, choice: str) -> dict[str, int]:
@@ -248,32 +238,6 @@ def test_check_is_one_reduction_without_host_reads_over_runs(name):
     assert ignore["aten::amax"] == 0
     # 3 buckets; in the blocks' two, Muon's matrices cut AdamW's vectors into a few more runs.
     assert 1 <= skip["aten::amax"] <= (3 if name == "adamw" else 9)
-
-
-CHOICES = (("ignore", HOST), ("skip", HOST), ("skip", DEVICE), ("raise", HOST))
-
-
-def train_with_each_choice(name: str) -> list[dict[str, torch.Tensor]]:
-    return [train_finite(name, choice, devices) for choice, devices in CHOICES]
-
-
-def train_finite(name: str, choice: str, host_devices) -> dict[str, torch.Tensor]:
-    model = shard(build())
-    optimizer = make_optimizer(name, model, on_nonfinite=choice)
-    optimizer._nonfinite.host_devices = host_devices
-    for step in range(3):
-        loss_of(model, step).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    assert optimizer.skipped_steps == 0
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_checking_changes_no_bit_of_finite_steps(name):
-    for expected, *others in run_ranks(train_with_each_choice, 2, name):
-        for weights in others:
-            assert_weights(weights, expected)
 
 
 def train_with_scaler(name: str) -> list[object]:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import vfsdp_optim
-from ranks import run_ranks
+from ranks import assert_as_one_process, run_ranks
 from sharding import fully_shard
 from small_models import full, full_gradients, set_gradients
 from vfsdp_optim import AdamW, Muon
@@ -29,10 +29,7 @@ class Holder(nn.Module):
 
 
 def step_and_resume(shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[int]]:
-    """Three steps, of which the last by a second optimizer that loads the first one's state.
-
-    Returns the full parameters and momenta, and how many elements this rank holds of each.
-    """
+    """Three steps, of which the last by a second optimizer that loads the first one's state."""
     model = Holder(shapes)
     if dist.is_initialized():
         fully_shard(model)
@@ -62,10 +59,8 @@ def step_and_resume(shapes: list[tuple[int, ...]]) -> tuple[list[Tensor], list[i
 @pytest.mark.parametrize(
     ("world_size", "shapes"),
     [
-        (5, [(18, 6), (3, 6), (1, 6), (9,), ()]),
-        (8, [(18, 6), (3, 6), (1, 6), (9,), (2, 2)]),
+        (5, [(18, 6), (1, 6), (9,), ()]),
         (3, [(1, 64), (64, 1), (72, 16), (1, 1)]),
-        (7, [(1, 64), (64, 1), (72, 16), (2, 2)]),
         (4, [(13, 8), (3, 8), (1, 600), (600, 1), (600,)]),
     ],
 )
@@ -84,7 +79,7 @@ def test_fewer_rows_than_ranks_and_dimensions_that_do_not_divide(world_size, sha
     totals = [sum(held) for _, held in results]
     assert sum(totals) == sum(torch.Size(shape).numel() for shape in shapes)
     assert any(0 in held for _, held in results), "no piece is empty"
-    assert min(totals) == 0 or world_size < 7, "no rank holds nothing at all"
+    assert min(totals) == 0 or world_size < 5, "no rank holds nothing at all"
 
 
 def step_of_a_row() -> Tensor:
@@ -159,12 +154,12 @@ def test_convolutions_in_any_memory_format_are_updated_as_matrices(memory):
             assert torch.equal(weight.contiguous(), value)
 
 
-def step_mixed_kinds(foreach: bool | None, sharded: bool) -> list[Tensor]:
+def step_mixed_kinds(foreach: bool | None) -> list[Tensor]:
     """One AdamW group of a sharded weight, a plain bias and a sharded scale."""
     torch.manual_seed(0)
     model = nn.Linear(30, 20)
     model.scale = nn.Parameter(torch.ones(20))
-    if sharded:
+    if dist.is_initialized():
         fully_shard(model, ignored_params={model.bias})
         assert not isinstance(model.bias, type(model.weight))
     parameters = [model.weight, model.bias, model.scale]
@@ -181,10 +176,7 @@ def step_mixed_kinds(foreach: bool | None, sharded: bool) -> list[Tensor]:
 @pytest.mark.parametrize("foreach", [True, False, None])
 def test_plain_and_sharded_parameters_step_in_one_group(foreach):
     """pytorch#183207, optimizers#79, NeMo-RL#151: foreach of mixed kinds of tensors."""
-    expected = step_mixed_kinds(foreach, False)
-    for weights in run_ranks(step_mixed_kinds, 3, foreach, True):
-        for weight, value in zip(weights, expected, strict=True):
-            assert torch.equal(weight, value)
+    assert_as_one_process(step_mixed_kinds, [3], foreach, atol=0, rtol=0)
 
 
 def momentum_after_a_step(dtype: torch.dtype) -> tuple[Tensor, Tensor]:

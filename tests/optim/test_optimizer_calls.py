@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR, ReduceLROnPlateau, SequentialLR
 
 import vfsdp_optim
-from ranks import run_ranks
+from ranks import assert_as_one_process, run_ranks
 from sharding import fully_shard
 from small_models import (
     assert_bits,
@@ -34,9 +34,6 @@ def on_ranks_and_here(function, *args, worlds=(2, 3)) -> tuple[object, list[obje
     """What a function returns in one process, and on every rank of some world sizes."""
     results = [result for world in worlds for result in run_ranks(function, world, *args)]
     return function(*args), results
-
-
-# -------------------------------------------------------------------- closures
 
 
 def train_by_closure(name: str, through_closure: bool) -> dict[str, torch.Tensor]:
@@ -115,9 +112,6 @@ def test_exception_in_a_closure_changes_nothing_and_training_goes_on(name):
         assert_weights(after, expected)
 
 
-# -------------------------------------------------------------------- groups
-
-
 KINDS = (
     "only_vectors", "only_matrices", "empty_first", "empty_adamw", "generator_of_names",
     "added_later", "frozen_matrices",
@@ -167,16 +161,13 @@ def state(optimizer: torch.optim.Optimizer, p: torch.Tensor) -> list[torch.Tenso
     return [full(value) for value in optimizer.state[p].values()]
 
 
-def train_kinds() -> list[list[torch.Tensor]]:
-    return [train_kind(kind) for kind in KINDS]
+def train_kinds() -> dict[str, list[torch.Tensor]]:
+    return {kind: train_kind(kind) for kind in KINDS}
 
 
 def test_kind_without_parameters_generator_or_late_group_trains():
     """DeepSpeed#7869, prime-rl#1433, KellerJordan/Muon#9: an empty kind; a generator read twice."""
-    expected, results = on_ranks_and_here(train_kinds)
-    for result in results:
-        for kind, actual, wanted in zip(KINDS, result, expected, strict=True):
-            assert all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True)), kind
+    assert_as_one_process(train_kinds, (2, 3), atol=0, rtol=0)
 
 
 def test_group_that_names_no_rule_gets_one_or_an_error_at_construction():
@@ -321,8 +312,6 @@ def test_tied_weight_is_updated_and_counted_once():
     assert_weights(unnamed, once)
 
 
-# -------------------------------------------------------------------- schedulers
-
 SCHEDULERS = {
     "lambda": lambda o: LambdaLR(o, [lambda step: 0.5**step, lambda step: 0.8**step]),
     "one_cycle": lambda o: OneCycleLR(o, max_lr=[0.1, 0.2], total_steps=9),
@@ -357,9 +346,6 @@ def train_on_schedules() -> dict[str, tuple[list[object], dict[str, torch.Tensor
 
 def test_schedule_of_mixed_groups_is_the_same_on_ranks():
     """lightning#11757: schedulers met groups without the keys that they write."""
-    expected, results = on_ranks_and_here(train_on_schedules)
-    assert [rates[0][0] for rates in expected["plateau"][0]] == [0.1, 0.05, 0.025, 0.0125]
-    for result in results:
-        for which, (seen, weights) in result.items():
-            assert seen == expected[which][0]
-            assert_weights(weights, expected[which][1])
+    rates, _ = train_on_schedule("plateau")
+    assert [rate[0][0] for rate in rates] == [0.1, 0.05, 0.025, 0.0125]
+    assert_as_one_process(train_on_schedules, (2, 3), atol=0, rtol=0)

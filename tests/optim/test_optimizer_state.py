@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.optim.swa_utils import AveragedModel
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from small_models import (
     assert_bits,
@@ -112,11 +112,6 @@ def test_state_goes_through_torchs_functions_and_back(name):
     run_ranks(through_torchs_functions, 3, name)
 
 
-def copies_of_the_state_dict(name: str) -> None:
-    for how in ("deepcopy", "pickle", "file", "weights_only"):
-        copy_a_state_dict(name, how)
-
-
 def copy_a_state_dict(name: str, how: str) -> None:
     model, optimizer = started(name)
     saved = optimizer.state_dict()
@@ -148,12 +143,16 @@ def copy_a_state_dict(name: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@on_ranks(2)
 def test_copied_state_dict_is_independent_and_loads(name):
     """dion#18: sharded states could not be copied."""
-    run_ranks(copies_of_the_state_dict, 2, name)
+    for how in ("deepcopy", "pickle", "file", "weights_only"):
+        copy_a_state_dict(name, how)
 
 
-def copies_of_parameters() -> None:
+@on_ranks(2)
+def test_copied_parameters_are_apart_from_the_buffers():
+    """dion#18, lightning#11757"""
     model, optimizer = started("adamw")
     loss_of(model, 0).backward()
     before = local_bits(optimizer)
@@ -174,12 +173,9 @@ def copies_of_parameters() -> None:
         assert torch.allclose(full(a), full(p))
 
 
-def test_copied_parameters_are_apart_from_the_buffers():
-    """dion#18, lightning#11757"""
-    run_ranks(copies_of_parameters, 2)
-
-
-def copies_of_a_module() -> None:
+@on_ranks(2)
+def test_copy_of_a_sharded_module_says_what_to_do_and_breaks_nothing():
+    """lightning#11757: a copied module shared hooks and buffers with its origin."""
     model, optimizer = started("adamw")
     before = weights_of(model)
     for copying in (
@@ -194,11 +190,6 @@ def copies_of_a_module() -> None:
     optimizer.step()
     after = weights_of(model)
     assert not any(torch.equal(after[name], before[name]) for name in after)
-
-
-def test_copy_of_a_sharded_module_says_what_to_do_and_breaks_nothing():
-    """lightning#11757: a copied module shared hooks and buffers with its origin."""
-    run_ranks(copies_of_a_module, 2)
 
 
 def copies_of_an_optimizer(name: str) -> None:

@@ -1,7 +1,4 @@
-"""Shampoo against its formulas written out for one tensor; what is refused.
-
-Run: pytest tests/optim/test_shampoo.py
-"""
+"""Shampoo against its formulas written out for one tensor; what is refused."""
 
 import re
 

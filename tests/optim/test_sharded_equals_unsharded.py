@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from ranks import collectives, run_ranks
+from ranks import collectives, on_ranks, run_ranks
 from sharding.tensor.placement import RaggedShard
-from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
-from torch_layouts import cut_like, full, full_tensors, step
+from sharding.tensor.ragged_tensor import distribute_ragged
+from torch_layouts import full, full_tensors, step
 from vfsdp_optim import AdamW, Muon
 from vfsdp_optim.testing import assert_sharded_equals_unsharded
 from vfsdp_optim.testing.shardings import random_placements
@@ -105,31 +105,26 @@ def test_cut_matrices_are_orthogonalized_whole():
         torch.testing.assert_close(actual.double(), wanted, atol=1e-3, rtol=0)
 
 
-# -------------------------------------------------------------------- what moves
-
-
 def calls_of_a_step(matrices: int, **options: Any) -> list[str]:
     return collectives(ragged_muon([(9, 7)] * matrices, **options).step)
 
 
-def calls_of_steps() -> tuple[list[str], list[str], list[str], list[str]]:
+@on_ranks(3)
+def test_wave_has_one_exchange_each_way_whatever_it_holds_and_bounds_what_travels():
     optimizer = ragged_muon([(9, 7)])
     if dist.get_rank() == 0:  # memory that moves on one rank alone
         local = optimizer.param_groups[0]["params"][0]._local_tensor
         local.set_(local.clone())
     moved = collectives(optimizer.step)
     narrow = calls_of_a_step(12, max_exchange_bytes=9 * 7 * 4)
-    return calls_of_a_step(2), calls_of_a_step(14), moved, narrow
+    few, many, moved, narrow = calls_of_a_step(2), calls_of_a_step(14), moved, narrow
+    assert few == many == moved == ["c10d::alltoall_base_"] * 2
+    # 12 cut matrices for 3 owners, at most one an owner and wave: 4 waves or more.
+    assert len(narrow) >= 2 * 4
 
 
-def test_wave_has_one_exchange_each_way_whatever_it_holds_and_bounds_what_travels():
-    for few, many, moved, narrow in run_ranks(calls_of_steps, 3):
-        assert few == many == moved == ["c10d::alltoall_base_"] * 2
-        # 12 cut matrices for 3 owners, at most one an owner and wave: 4 waves or more.
-        assert len(narrow) >= 2 * 4
-
-
-def refuse() -> None:
+@on_ranks(2)
+def test_plans_that_differ_and_gradients_of_another_layout_raise_on_every_rank():
     mesh, placement = init_device_mesh("cpu", (2,)), RaggedShard((0, 1), (8, 8))
     p = nn.Parameter(distribute_ragged(torch.ones(4, 4), mesh, placement))
     p.grad = torch.ones_like(p)
@@ -139,28 +134,3 @@ def refuse() -> None:
     p.grad = distribute_ragged(torch.ones(4, 4), mesh, RaggedShard((0, 1), (16, 0)))
     with pytest.raises(TypeError, match=r"w: expected a gradient laid out as its parameter"):
         Muon([("w", p)]).step()
-
-
-def test_plans_that_differ_and_gradients_of_another_layout_raise_on_every_rank():
-    run_ranks(refuse, 2)
-
-
-def step_mixed_kinds() -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    whole = torch.arange(15.0).view(5, 3)
-    sharded = nn.Parameter(distribute_ragged(whole, mesh, RaggedShard((0, 1), (10, 5))))
-    plain = nn.Parameter(whole.clone())
-    optimizer = Muon([sharded, plain], lr=0.1)
-    for seed in range(3):
-        (grad,) = full_tensors([(5, 3)], seed)
-        sharded.grad, plain.grad = cut_like(grad, sharded), grad
-        optimizer.step()
-    momentum = optimizer.state[sharded]["momentum_buffer"]
-    assert type(momentum) is RaggedDTensor
-    assert momentum.placements == sharded.placements
-    return [full(sharded), full(plain)]
-
-
-def test_sharded_and_plain_parameters_share_a_group():
-    for sharded, plain in run_ranks(step_mixed_kinds, 2):
-        assert torch.equal(sharded, plain)

@@ -1,7 +1,4 @@
-"""SOAP against its published order written out for one tensor; what is refused.
-
-Run: pytest tests/optim/test_soap.py
-"""
+"""SOAP against its published order written out for one tensor; what is refused."""
 
 import re
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
 
@@ -66,14 +66,11 @@ def test_8bit_states_on_torchs_cuts_inside_blocks_are_refused_at_once():
         run_ranks(step_on_cut_rows, 3)
 
 
-def refuse_columns() -> None:
+@on_ranks(2)
+def test_8bit_states_of_columns_are_refused_by_name():
     mesh = init_device_mesh("cpu", (2,))
     param = nn.Parameter(distribute_tensor(torch.ones(64, 64), mesh, [Shard(1)]))
     with pytest.raises(NotImplementedError, match=r"wide: matrices of a parameter with placements"):
         AdamW([("wide", param)], states="8bit")
     kept = AdamW([("wide", param)], states=Precision("8bit", keep_32bit=["wide"]))
     assert "exp_avg" in kept.state[param]
-
-
-def test_8bit_states_of_columns_are_refused_by_name():
-    run_ranks(refuse_columns, 2)

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from ranks import run_ranks
+from ranks import on_ranks, run_ranks
 from sharding.tensor.ragged_tensor import distribute_ragged
 from small_models import build, loss_of
 from torch_layouts import LAYOUTS, Matrices, cut_like, full, full_tensors, muon_of, step
@@ -28,9 +28,6 @@ from vfsdp_optim.testing.wire import wire_bytes
 
 SIZES = [(64, 64), (128, 64), (256, 64), (64, 128)] * 3
 R, S0 = Replicate(), Shard(0)
-
-
-# ---------------------------------------------------------------- what a step costs
 
 
 def collectives(function: Callable[[], object]) -> int:
@@ -78,7 +75,8 @@ def test_muon_step_computes_each_matrix_once_and_moves_the_least(layout, world_s
     assert max(flops for *_, flops in results) < 1.2 * counter.get_total_flops() / world_size
 
 
-def communicates() -> list[int]:
+@on_ranks(2)
+def test_adamw_communicates_nothing():
     counts = []
     for layout in LAYOUTS:
         model = LAYOUTS[layout](Matrices([(6, 4), (5,)]))
@@ -86,14 +84,8 @@ def communicates() -> list[int]:
         optimizer = AdamW(model.named_parameters(), process_group=group)
         step(optimizer, 1)
         counts.append(collectives(optimizer.step))
-    return counts
+    assert counts == [0, 0, 0, 0]
 
-
-def test_adamw_communicates_nothing():
-    assert run_ranks(communicates, 2) == [[0, 0, 0, 0]] * 2
-
-
-# ---------------------------------------------------------------- placements
 
 SHAPES = [(7, 5), (2, 9), (16, 4), (1, 12)]
 EXACT: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
@@ -149,25 +141,8 @@ def test_muon_keeps_its_bits_on_every_placement_that_cuts_ranges(world_size):
             assert all(map(torch.equal, result, expected)), case
 
 
-def train_columns_with(make: Callable[..., Any], placements: tuple[Placement, ...]) -> list[Tensor]:
-    mesh = init_device_mesh("cpu", (2,))
-    params = [
-        nn.Parameter(distribute_tensor(w, mesh, placements, src_data_rank=None))
-        for w in full_tensors([(6, 5), (3, 4, 2)], 0)
-    ]
-    return train(make(named(params), lr=0.1), params)
-
-
-def test_adamw_updates_columns_too_and_knows_nothing_of_their_place():
-    params = [nn.Parameter(w) for w in full_tensors([(6, 5), (3, 4, 2)], 0)]
-    expected = train(AdamW(named(params), lr=0.1), params)
-    for result in run_ranks(train_columns_with, 2, AdamW, (Shard(1),)):
-        for tensor, alone in zip(result, expected, strict=True):
-            assert torch.equal(tensor, alone)
-
-
-def train_beside_tensor_parallelism() -> list[float]:
-    """Train with torch's FSDP2 over its tensor parallelism; return differences to torch's AdamW."""
+@on_ranks(4)
+def test_adamw_runs_beside_tensor_parallelism():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     alone = deepcopy(model)
@@ -186,11 +161,7 @@ def train_beside_tensor_parallelism() -> list[float]:
         reference.step()
     optimizer.load_state_dict(optimizer.state_dict())
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [float((full(a) - b).detach().abs().max()) for a, b in pairs]
-
-
-def test_adamw_runs_beside_tensor_parallelism():
-    assert run_ranks(train_beside_tensor_parallelism, 4) == [[0.0] * 4] * 4
+    assert [float((full(a) - b).detach().abs().max()) for a, b in pairs] == [0.0] * 4
 
 
 def refuse() -> list[str]:
@@ -265,9 +236,6 @@ def test_hsdp_mesh_needs_no_rank_outside_of_it():
             assert torch.equal(tensor, alone)
 
 
-# ---------------------------------------------------------------- replicas
-
-
 def refuse_process_groups() -> list[str]:
     param = nn.Parameter(torch.ones(4, 4))
     other = dist.new_group([0])
@@ -296,8 +264,8 @@ def test_process_group_that_is_none_or_does_nothing_is_an_error():
     assert "leave it out" in useless
 
 
-def train_ddp() -> tuple[float, bool]:
-    """Train with DistributedDataParallel; return the largest difference to torch's way alone."""
+@on_ranks(2)
+def test_ddp_training_has_the_bits_of_every_rank_computing_everything():
     model = DistributedDataParallel(build())
     alone = build()
     options = dict(adamw=dict(lr=0.01))
@@ -315,34 +283,8 @@ def train_ddp() -> tuple[float, bool]:
         reference.step()
     pairs = list(zip(model.parameters(), alone.parameters(), strict=True))
     moved = any(not torch.equal(a, b) for a, b in zip(pairs[0], build().parameters(), strict=False))
-    return max(float((a - b).detach().abs().max()) for a, b in pairs), moved
-
-
-def test_ddp_training_has_the_bits_of_every_rank_computing_everything():
-    assert run_ranks(train_ddp, 2) == [(0.0, True)] * 2
-
-
-def train_fsdp2(layout: str) -> list[float]:
-    model, alone = LAYOUTS[layout](build()), build()
-    optimizer = Muon(param_groups(model), lr=0.02)
-    reference = Muon(param_groups(alone), lr=0.02)
-    for seed in range(3):
-        loss_of(model, seed + 10 * dist.get_rank()).backward()
-        for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
-            theirs.grad = full(ours.grad)
-        optimizer.step()
-        optimizer.zero_grad()
-        reference.step()
-    pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    return [float((full(a) - b).detach().abs().max()) for a, b in pairs]
-
-
-@pytest.mark.parametrize(("layout", "world_size"), [("fsdp2", 3), ("hsdp", 4), ("ours_hsdp", 4)])
-def test_training_on_torchs_shards_has_the_bits_of_one_process_with_its_gradients(
-    layout, world_size
-):
-    for differences in run_ranks(train_fsdp2, world_size, layout):
-        assert differences == [0.0] * len(differences)
+    assert moved
+    assert all(torch.equal(a, b) for a, b in pairs)
 
 
 def train_shards_beside_replicas() -> list[Tensor]:
@@ -426,9 +368,6 @@ def test_muon_steps_parameters_without_elements(layout):
         step_without_elements, 2 if layout in ("fsdp2", "replicated") else 4, layout
     ):
         assert torch.equal(result, alone)
-
-
-# ---------------------------------------------------------------- memory formats
 
 
 def channels_last() -> list[Tensor]:

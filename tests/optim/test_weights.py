@@ -28,9 +28,6 @@ def train(kind: str, param: nn.Parameter, steps: int, **options: Any) -> torch.o
     return optimizer
 
 
-# -------------------------------------------------------------------- small updates
-
-
 @pytest.mark.parametrize("kind", MAKERS)
 def test_decay_of_bfloat16_ones_is_not_rounded_away(kind):
     """OneTrainer#996, ao#2296: (1 - lr wd)^500 = 0.951 stays 1 in bfloat16."""
@@ -67,9 +64,6 @@ def test_8bit_states_and_master_weights_of_bfloat16_are_near_fp32():
         exact.step()
     error = (narrow.state[params[0]]["master"] - params[1]).detach().norm()
     assert 0 < float(error / (params[1].detach() - start).norm()) < 0.02
-
-
-# -------------------------------------------------------------------- the master copy
 
 
 def test_master_copy_takes_over_what_was_written_to_the_parameter_only():
@@ -110,9 +104,6 @@ def test_master_copy_is_saved_and_loaded_bit_by_bit():
     assert torch.equal(states[0]["master"], states[1]["master"])
     assert not torch.equal(states[0]["master"], states[0]["master"].to(BF16).float())
     assert torch.equal(params[0], params[1])
-
-
-# -------------------------------------------------------------------- rounding by chance
 
 
 def rounded(numbers: Tensor, step: int, *, first: int = 0, fqn: str = "w") -> Tensor:
@@ -221,9 +212,6 @@ def test_stochastic_rounding_differs_between_parameters_and_goes_on_after_a_rest
     step(resumed, other)
     assert not torch.equal(params[0], before)
     assert all(torch.equal(a, b) for a, b in zip(params, resumed, strict=True))
-
-
-# -------------------------------------------------------------------- bad input
 
 
 def test_master_weights_leave_groups_in_fp32_as_they_are():

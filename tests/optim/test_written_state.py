@@ -37,8 +37,6 @@ def moments(optimizer: Optimizer, param: Tensor) -> Iterator[tuple[str, Tensor]]
     return iter([(k, v) for k, v in optimizer.state[param].items() if k != "step"])
 
 
-# -- edits: each takes an optimizer and its parameters, and calls `step` ---------------------------
-
 Step = Callable[[], None]
 
 
