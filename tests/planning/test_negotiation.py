@@ -83,10 +83,7 @@ def is_whole(start: int, numel: int, ranges: list[tuple[int, int]]) -> bool:
 
 
 def stored_only(params: list[ParamSpec], world_size: int) -> tuple[float, int]:
-    """Padding and owned elements when granules hold nothing but the stored demands.
-
-    Written for stored demands that are `Blocks` of any size; offsets come from the planner.
-    """
+    """Padding and owned elements when granules hold nothing but the stored demands."""
     padding = numel = owned = 0
     for dtype in dict.fromkeys(p.dtype for p in params):
         members = [p for p in params if p.dtype == dtype]

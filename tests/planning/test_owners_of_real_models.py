@@ -1,8 +1,4 @@
-"""Plans for real models: how much longer the busiest ranks compute than if all had the same to do.
-
-The shapes are those of the package's tables, laid out as `fully_shard` does, with bfloat16 on the
-wire and the default size of an exchange.
-"""
+"""Plans for real models: how much longer the busiest ranks compute than their equal share."""
 
 import json
 from pathlib import Path

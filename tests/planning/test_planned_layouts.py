@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -104,109 +106,89 @@ def test_model_trains_on_a_planned_bucket_of_two_segments(plan: Path, ranks: int
         assert losses == usual_losses
 
 
-def refusal(plan: Any, change: str = "") -> tuple[str, str, bool]:
+def unchanged(block: nn.Module) -> None:
+    """What most refused plans are tried on."""
+
+
+def refusal(
+    plan: Any, change: Callable[[nn.Module], object] = unchanged, **options: Any
+) -> tuple[str, str, bool]:
     """What `fully_shard` raises for a block, and whether the block stayed as it was."""
     block = GPT(CONFIG).blocks[0]
-    structure = None
-    if change == "dtype":
-        block.mlp.up.bfloat16()
-    if change == "shape":
-        block.mlp.up = nn.Linear(32, 64, bias=False)
-    if change == "bias":
-        block.mlp.up.bias = nn.Parameter(torch.zeros(128))
-    if change == "no norm":
-        block.mlp_norm = nn.Identity()
-    if change == "frozen":
-        block.mlp.up.weight.requires_grad_(False)
-    if change == "structure":
-        structure = lambda fqn, p: Blocks(1536) if fqn == "mlp.up.weight" else None  # noqa: E731
-    options = {"resident_padding": 0.5} if change == "padding" else {}
+    change(block)
     before = list(block.parameters())
     optimizer = AdamW(block.parameters())
     try:
-        fully_shard(block, plan=plan, structure=structure, optimizer=optimizer, **options)
+        fully_shard(block, plan=plan, optimizer=optimizer, **options)
     except (ValueError, TypeError) as error:
         same = all(a is b for a, b in zip(before, block.parameters(), strict=True))
         return type(error).__name__, str(error), same and type(block).__name__ == "Block"
     return "", "nothing was raised", False
 
 
+def other_blocks(fqn: str, parameter: torch.Tensor) -> Blocks | None:
+    return Blocks(1536) if fqn == "mlp.up.weight" else None
+
+
 @pytest.mark.parametrize(
-    ("ranks", "change", "message"),
+    ("ranks", "change", "options", "message"),
     [
-        (3, "", "made for shards over 2, 4 ranks, and the mesh shards over 3; make one with vfsdp"),
-        (2, "dtype", "mlp.up.weight is float32 in the plan and bfloat16 in Block"),
-        (2, "shape", "mlp.up.weight has shape (128, 32) in the plan and (64, 32) in Block"),
-        (2, "bias", "mlp.up.bias is in Block and not in the plan"),
-        (2, "no norm", "mlp_norm.weight is in the plan and not in Block"),
-        (2, "frozen", "mlp.up.weight is trainable in the plan and frozen in Block"),
-        (4, "structure", "which Blocks(numel=1536) by structure=; Blocks(numel=256) by AdamW does"),
+        (3, unchanged, {}, "for shards over 2, 4 ranks, and the mesh shards over 3; make one with"),
+        (2, lambda b: b.mlp.up.bfloat16(), {}, "mlp.up.weight is float32 in the plan and bfloat16"),
+        (2, lambda b: setattr(b.mlp, "up", nn.Linear(32, 64, bias=False)), {},
+         "mlp.up.weight has shape (128, 32) in the plan and (64, 32) in Block"),
+        (2, lambda b: setattr(b.mlp.up, "bias", nn.Parameter(torch.zeros(128))), {},
+         "mlp.up.bias is in Block and not in the plan"),
+        (2, lambda b: setattr(b, "mlp_norm", nn.Identity()), {},
+         "mlp_norm.weight is in the plan and not in Block"),
+        (2, lambda b: b.mlp.up.requires_grad_(False), {},
+         "mlp.up.weight is trainable in the plan and frozen in Block"),
+        (4, unchanged, {"structure": other_blocks},
+         "which Blocks(numel=1536) by structure=; Blocks(numel=256) by AdamW does"),
     ],
-)
-def test_plan_that_does_not_fit_names_the_first_difference(plan, ranks, change, message):
-    for kind, text, unchanged in run_ranks(refusal, ranks, str(plan), change):
-        assert kind == "ValueError"
+)  # fmt: skip
+def test_plan_that_does_not_fit_names_the_first_difference(plan, ranks, change, options, message):
+    for kind, text, same in run_ranks(partial(refusal, **options), ranks, str(plan), change):
+        assert (kind, same) == ("ValueError", True)
         assert message in text
         assert text.startswith(f"plan '{plan}'")
-        assert unchanged
-
-
-def damaged(content: dict[str, Any], damage: str) -> dict[str, Any]:
-    content = copy.deepcopy(content)
-    layout = content["plans"][0]["buckets"][1]
-    first, second = sorted(layout["params"], key=lambda p: p["offset"])[1:3]
-    match damage:
-        case "format":
-            content["format"] = 0
-        case "no plans":
-            del content["plans"]
-        case "empty":
-            content["plans"] = []
-        case "no segments":
-            del layout["segments"]
-        case "text":
-            first["offset"] = "0"
-        case "unaligned":
-            first["offset"] += 8
-        case "overlap":
-            first["offset"] = second["offset"]
-        case "too long":
-            second["offset"] = first["offset"] = 2 * layout["segments"][0]["shard_numel"]
-        case "shard":
-            layout["segments"][0]["shard_numel"] += 1
-        case "segment":
-            first["segment"] = 3
-        case "other dtype":
-            layout["segments"][0]["dtype"] = "float64"
-    return content
 
 
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("format", "plan: expected a plan of format 1, got format 0; make it anew with vfsdp"),
-        ("no plans", "plan: expected a plan of format 1, got format 1"),
-        ("empty", "plan: it has no buckets"),
-        ("no segments", "plan: a bucket: segments: expected a list, got None"),
-        ("text", "plan: a parameter of 'blocks.0-1': offset: expected a int, got '0'"),
-        ("unaligned", "starts at"),
-        ("overlap", "starts at"),
-        ("too long", "bucket 'blocks.0-1'"),
-        ("shard", "shard_numel: expected a positive multiple of 256, got"),
-        ("segment", "there is no segment 3"),
-        ("other dtype", "is in a segment of float64"),
+        (lambda plan, layout, a, b: plan.update(format=0),
+         "plan: expected a plan of format 1, got format 0; make it anew with vfsdp"),
+        (lambda plan, layout, a, b: plan.pop("plans"), "a plan of format 1, got format 1"),
+        (lambda plan, layout, a, b: plan.update(plans=[]), "plan: it has no buckets"),
+        (lambda plan, layout, a, b: layout.pop("segments"),
+         "plan: a bucket: segments: expected a list, got None"),
+        (lambda plan, layout, a, b: a.update(offset="0"),
+         "plan: a parameter of 'blocks.0-1': offset: expected a int, got '0'"),
+        (lambda plan, layout, a, b: a.update(offset=a["offset"] + 8), "starts at"),
+        (lambda plan, layout, a, b: a.update(offset=b["offset"]), "starts at"),
+        (lambda plan, layout, a, b: (a.update(offset=1 << 20), b.update(offset=1 << 20)),
+         "bucket 'blocks.0-1'"),
+        (lambda plan, layout, a, b: layout["segments"][0].update(shard_numel=257),
+         "shard_numel: expected a positive multiple of 256, got 257"),
+        (lambda plan, layout, a, b: a.update(segment=3), "there is no segment 3"),
+        (lambda plan, layout, a, b: layout["segments"][0].update(dtype="float64"),
+         "is in a segment of float64"),
     ],
-)
-def test_damaged_plan_says_what_is_wrong(plan: Path, damage: str, message: str) -> None:
-    content = damaged(json.loads(plan.read_text()), damage)
-    for kind, text, unchanged in run_ranks(refusal, 2, content):
-        assert (kind, unchanged) == ("ValueError", True)
+)  # fmt: skip
+def test_damaged_plan_says_what_is_wrong(plan, damage, message):
+    content = json.loads(plan.read_text())
+    layout = content["plans"][0]["buckets"][1]
+    damage(content, layout, *sorted(layout["params"], key=lambda p: p["offset"])[1:3])
+    for kind, text, same in run_ranks(refusal, 2, content):
+        assert (kind, same) == ("ValueError", True)
         assert message in text
 
 
 def test_plan_and_a_wish_for_its_padding_are_refused_together(plan: Path) -> None:
-    for kind, text, unchanged in run_ranks(refusal, 2, str(plan), "padding"):
-        assert (kind, unchanged) == ("ValueError", True)
+    call = partial(refusal, resident_padding=0.5)
+    for kind, text, same in run_ranks(call, 2, str(plan)):
+        assert (kind, same) == ("ValueError", True)
         assert text == (
             "resident_padding=0.5 shapes a layout, and plan= is one; make the plan with "
             "--resident-padding 0.5, and pass plan= alone"

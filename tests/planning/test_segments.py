@@ -12,11 +12,10 @@ from hypothesis import strategies as st
 from legality import draw_tensors, lies_legally
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.testing import assert_close
 
 import vfsdp_optim
 from benchmarks.planner_figures import Model, segments, specs
-from ranks import collectives, distributed_examples, on_ranks, run_ranks
+from ranks import assert_as_one_process, collectives, distributed_examples, on_ranks, run_ranks
 from sharding import fully_shard
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.gradient_slots import GradientSlots
@@ -110,13 +109,6 @@ def test_experts_of_gpt_oss_need_two_segments_at_256_ranks():
     assert len(plan_segments(tensors, 256, gain=0.06)) == 1
 
 
-def test_default_blocks_need_one_segment():
-    shapes = {"w": (300, 40), "v": (77, 1000), "b": (40,)}
-    params = [ParamSpec(name, shape, "float32") for name, shape in shapes.items()]
-    for world_size in (1, 2, 3, 8, 1000):
-        assert len(negotiate("b", params, world_size).segments) == 1
-
-
 def several_segments() -> list[ParamSpec]:
     """Two matrices whose panels divide different S, of each of two dtypes, in mixed order."""
 
@@ -163,9 +155,6 @@ def test_residency_raises_granules_that_one_segment_could_not_take():
     assert len(plan.segments) > 1
     assert plan.owned_numel == 0
     assert plan.padding_ratio <= 0.02
-
-
-# -- execution on ranks ----------------------------------------------------------------------------
 
 
 def values(numel: int, seed: int) -> Tensor:
@@ -299,34 +288,25 @@ def train(optimizer: str, rows: int, panel: int, inner: int, to_double: bool) ->
     ("world_size", "shape"), [(2, (4, 2, 12)), (3, (9, 3, 4)), (4, (12, 3, 4))]
 )
 def test_a_bucket_of_segments_trains_as_one_process(optimizer, world_size, shape):
-    expected = train(optimizer, *shape, False)
-    for actual in run_ranks(train, world_size, optimizer, *shape, False):
-        assert actual.keys() == expected.keys()
-        for name in expected:  # gradients are summed in another order
-            assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-4)
+    # Gradients are summed in another order.
+    close = {"atol": 1e-5, "rtol": 1e-4}
+    assert_as_one_process(train, [world_size], optimizer, *shape, False, **close)
 
 
 def test_a_bucket_of_segments_is_converted_as_a_whole_and_trains_on():
-    expected = train("adamw", 9, 3, 4, True)
-    for actual in run_ranks(train, 3, "adamw", 9, 3, 4, True):
-        for name in expected:
-            assert_close(actual[name], expected[name], atol=1e-12, rtol=1e-10)
+    assert_as_one_process(train, [3], "adamw", 9, 3, 4, True, atol=1e-12, rtol=1e-10)
 
 
-def collectives_of_a_step() -> list[str]:
-    """Calls of the process group in forward and backward of one bucket of two segments."""
+@on_ranks(2)
+def test_segments_add_no_reduction():
     torch.manual_seed(0)
     model = Panels(4, 12)
     fully_shard(model, structure=partial(panels, 2))
     assert len(state_of(model).bucket.plan.segments) == 2
     model(torch.randn(2, 256)).sum().backward()
-    return collectives(lambda: model(torch.randn(2, 256)).sum().backward())
-
-
-def test_segments_add_no_reduction():
-    for names in run_ranks(collectives_of_a_step, 2):
-        # Each segment is received and sent once (the root keeps its parameters), one reduction.
-        assert names == ["c10d::recv_", "c10d::send"] * 2 + ["c10d::alltoall_base_"]
+    names = collectives(lambda: model(torch.randn(2, 256)).sum().backward())
+    # Each segment is received and sent once (the root keeps its parameters), one reduction.
+    assert names == ["c10d::recv_", "c10d::send"] * 2 + ["c10d::alltoall_base_"]
 
 
 @on_ranks(2)
@@ -351,55 +331,3 @@ def test_ties_do_not_depend_on_names():
         (m, p.shard_numel, p.offsets) for m, p in second
     ]
     assert all(a < b for (a, _), (b, _) in pairwise(first))
-
-
-class Experts(nn.Module):
-    """A stack of experts whose panels do not fill them, and a vector."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.stack = nn.Parameter(torch.randn(5, 5, 256) / 16)
-        self.norm = nn.RMSNorm(256)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + torch.einsum("bn,emn,emk->bk", self.norm(x), self.stack, self.stack) / 5
-
-
-def expert_panels(fqn: str, parameter: Tensor) -> Structure:
-    """Two rows of an expert stay together; the fifth is alone."""
-    return RowPanels(2, batch_dims=1) if "stack" in fqn else Blocks(ALIGN)
-
-
-def train_experts() -> tuple[dict[str, Tensor], list[int]]:
-    """Full parameters after a few steps, and where the stack is cut."""
-    torch.manual_seed(0)
-    model, cuts, rank, world_size = Experts(), [], 0, 1
-    if dist.is_initialized():
-        rank, world_size = dist.get_rank(), dist.get_world_size()
-        fully_shard(model, structure=expert_panels)
-        plan = state_of(model).bucket.plan
-        i = next(i for i, param in enumerate(plan.params) if param.fqn == "stack")
-        which, index = plan.location[i]
-        cuts = [start for _, start, _ in plan.segments[which].ranges(index)[1:]]
-    optimizer = vfsdp_optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(3):
-        x = torch.randn(12, 256, generator=torch.Generator().manual_seed(step))
-        (model(x.chunk(world_size)[rank]) - 1).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    full = {
-        name: p.full_tensor().detach() if isinstance(p, DTensor) else p.detach()
-        for name, p in model.named_parameters()
-    }
-    return full, cuts
-
-
-@pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_panels_that_restart_in_every_expert_train_as_one_process(world_size):
-    expected, _ = train_experts()
-    for actual, cuts in run_ranks(train_experts, world_size):
-        assert cuts
-        assert all(cut % 256 == 0 and cut // 256 % 5 in (0, 2, 4) for cut in cuts)
-        assert world_size != 2 or cuts == [12 * 256]  # inside the third expert
-        for name in expected:  # gradients are summed in another order
-            assert_close(actual[name], expected[name], atol=1e-5, rtol=1e-4)
