@@ -1,8 +1,4 @@
-"""The shape of the source: who may import whom, what files are called, how long they get.
-
-Reads the files with `ast`; imports neither package. Each rule is a function from source to a list
-of complaints, which the last tests call on planted violations.
-"""
+"""The shape of the source: who may import whom, what files are called, how long they get."""
 
 import ast
 import sys
@@ -23,69 +19,21 @@ ORDER = {
     "sharding.transport": (
         "axes backends heralds collectives agreement debug gradient_marks exchange"
     ).split(),
-    "sharding.tensor": [
-        "placement",
-        "moves",
-        "gradient_hooks",
-        "local_ops",
-        "random_ops",
-        "reductions",
-        "ragged_tensor",
-    ],
+    "sharding.tensor": (
+        "placement moves gradient_hooks local_ops random_ops reductions ragged_tensor"
+    ).split(),
     "sharding.checkpoint": "names matching optimizer_checks load_checks full_state".split(),
-    "sharding.fsdp": [
-        "many_objects",
-        "transforms",
-        "proofs",
-        "buffer",
-        "gradient_slots",
-        "held_parts",
-        "forms",
-        "parameter",
-        "gathered",
-        "slots",
-        "originals",
-        "reduction",
-        "containers",
-        "kept_tensors",
-        "beginnings",
-        "bucket",
-        "module_tree",
-        "root",
-        "asked_by_torch",
-        "module_state",
-        "arguments",
-        "given_cuts",
-        "wishes",
-        "fsdp_module",
-        "fully_shard",
-    ],
-    "vfsdp_optim": [
-        "algorithm",
-        "parameters",
-        "states",
-        "step",
-        "checkpoint",
-        "newton_schulz",
-        "matrix_roots",
-        "plan",
-        "optimizer",
-        "fused_adam",
-        "adamw_update",
-        "adamw",
-        "matrix_optimizer",
-        "qk_clip",
-        "muon",
-        "blocked",
-        "shampoo",
-        "soap",
-        "output_heads",
-        "groups",
-        "__init__",
-        "capacity",
-        "testing",
-        "__main__",
-    ],
+    "sharding.fsdp": (
+        "many_objects transforms proofs buffer gradient_slots held_parts forms parameter "
+        "gathered slots originals reduction containers kept_tensors beginnings bucket "
+        "module_tree root asked_by_torch module_state arguments given_cuts wishes fsdp_module "
+        "fully_shard"
+    ).split(),
+    "vfsdp_optim": (
+        "algorithm parameters states step checkpoint newton_schulz matrix_roots plan "
+        "optimizer fused_adam adamw_update adamw matrix_optimizer qk_clip muon blocked "
+        "shampoo soap output_heads groups __init__ capacity testing __main__"
+    ).split(),
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
     "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),
     "vfsdp_optim.step": (
@@ -93,60 +41,26 @@ ORDER = {
         "working_set plan_proof"
     ).split(),
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
-    "vfsdp_optim.capacity": [
-        "shapes",
-        "huggingface",
-        "model_sources",
-        "parallelism",
-        "step_buffers",
-        "optimizers",
-        "training_setup",
-        "update_scratch",
-        "matrix_work",
-        "prediction",
-        "advice",
-        "tables",
-        "picture",
-        "__init__",
-    ],
-    "vfsdp_optim.testing": [
-        "oracle",
-        "pool",
-        "gradients",
-        "shardings",
-        "records",
-        "differences",
-        "programs",
-        "trial",
-        "reproduce",
-        "equality",
-        "training",
-        "ops",
-        "strategies",
-        "wire",
-        "verify",
-        "__init__",
-    ],
+    "vfsdp_optim.capacity": (
+        "shapes huggingface model_sources parallelism step_buffers optimizers training_setup "
+        "update_scratch matrix_work prediction advice tables picture __init__"
+    ).split(),
+    "vfsdp_optim.testing": (
+        "oracle pool gradients shardings records differences programs trial reproduce "
+        "equality training ops strategies wire verify __init__"
+    ).split(),
 }
 # Folders whose names are taken from their files; the others list theirs in `__all__`.
 ROOMS = [folder for folder, names in ORDER.items() if "__init__" not in names]
 # These hold integers and import no torch.
 PURE = [
-    "sharding.planning.cuts",
-    "sharding.planning.granule",
-    "sharding.planning.bounds",
-    "sharding.planning.orders",
-    "sharding.planning.search",
-    "sharding.planning.planner",
-    "sharding.planning.segments",
-    "sharding.planning.holders",
-    "sharding.planning.ownership",
-    "sharding.checkpoint.names",
-    "sharding.checkpoint.matching",
-    "sharding.checkpoint.optimizer_checks",
-    "vfsdp_optim.capacity.shapes",
-    "vfsdp_optim.capacity.huggingface",
-    "vfsdp_optim.capacity.parallelism",
+    f"{folder}.{name}"
+    for folder, names in {
+        "sharding.planning": "cuts granule bounds orders search planner segments holders ownership",
+        "sharding.checkpoint": "names matching optimizer_checks",
+        "vfsdp_optim.capacity": "shapes huggingface parallelism",
+    }.items()
+    for name in names.split()
 ]
 # Packages of the repository that a package may not import, besides what ORDER forbids.
 FORBIDDEN = {
@@ -193,10 +107,7 @@ def imported_modules(node: ast.AST, package: str) -> list[str]:
 
 
 def parting(name: str, package: str, module: str) -> tuple[str, str, str] | None:
-    """Return the last folder that a file and what it imports share, and where each goes on there.
-
-    None where the import is of another package.
-    """
+    """Return the last folder of a file and of what it imports, and where each goes on there."""
     here, there = [*package.split("."), module], name.split(".")
     shared = 0
     while shared < min(len(here), len(there)) and here[shared] == there[shared]:

@@ -89,27 +89,6 @@ def test_windows_reach_over_the_text_without_overlap() -> None:
         spread_windows(text, count=10, length=10)
 
 
-def test_byte_model_equals_a_count_by_hand() -> None:
-    # "abab" has a twice, b twice, ab twice, ba once; strength 2 adds 2 * P of the shorter context.
-    a, b = ord("a"), ord("b")
-    model = ByteModel(text_of(b"abab"), order=1, strength=2.0)
-    p_a = (2 + 2 / 256) / (4 + 2)
-    assert model.shorter is not None
-    assert model.shorter.probabilities[a].item() == pytest.approx(p_a)
-    assert model.probabilities[a, b].item() == pytest.approx((2 + 2 * p_a) / (2 + 2))
-    assert model.probabilities[b, a].item() == pytest.approx((1 + 2 * p_a) / (1 + 2))
-    assert model.probabilities[ord("z"), a].item() == pytest.approx(p_a)  # never seen
-
-
-@pytest.mark.parametrize("order", [0, 1, 2])
-def test_byte_model_predicts_probabilities(order: int) -> None:
-    text = torch.randint(4, (300,), generator=torch.Generator().manual_seed(order))
-    probabilities = ByteModel(text.to(torch.uint8), order=order).probabilities
-    assert probabilities.shape == (256,) * (order + 1)
-    assert probabilities.min() > 0
-    torch.testing.assert_close(probabilities.sum(-1), torch.ones((256,) * order))
-
-
 @given(data=st.binary(min_size=3, max_size=40), window=st.binary(min_size=2, max_size=9))
 def test_byte_model_scores_a_window_byte_by_byte(data: bytes, window: bytes) -> None:
     def probability(byte: int, context: bytes) -> float:

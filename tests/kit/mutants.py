@@ -1,7 +1,4 @@
-"""Optimizers with one planted fault each: right on full tensors, wrong on shards.
-
-Each has the shape of a fault that was shipped somewhere or nearly was. `make_mutant` makes one.
-"""
+"""Optimizers with one planted fault each: right on full tensors, wrong on shards."""
 
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -61,9 +58,6 @@ class OnlyAdamW(StructuredOptimizer):
     """Is not tried with matrices that travel: ranks that decide differently would hang."""
 
 
-# -------------------------------------------------------------------- Muon's arithmetic
-
-
 @plant
 class NewtonSchulzOnTheLocalShard(MuonAlgorithm):
     """Each rank orthogonalizes the rows it holds: DeepSpeed#7807, Moonlight#27."""
@@ -119,9 +113,6 @@ class QuantizationBlocksFromTheShardsStart(MuonAlgorithm):
         for block in run.states["momentum_buffer"].tensor.split(64):
             scale = block.abs().max().clamp(min=1e-20) / 127
             block.copy_((block / scale).round() * scale)
-
-
-# -------------------------------------------------------------------- Muon's exchange
 
 
 class MutantMatrices(StructuredOptimizer):
@@ -201,9 +192,6 @@ class OwnerDoesNotUpdateItsOwnPiece(MutantMatrices):
     matrices = _KeepsOwnPart
 
 
-# -------------------------------------------------------------------- AdamW's arithmetic
-
-
 @plant
 class StepPerRun(AdamWAlgorithm):
     """Steps are counted by calls of the update, and there is one for each run, not parameter."""
@@ -268,9 +256,6 @@ class NoiseOfTheRank(AdamWAlgorithm):
         generator = torch.Generator().manual_seed(dist.get_rank())
         run.param.add_(torch.rand(run.param.shape, generator=generator), alpha=1e-6)
         run.clear_gaps()
-
-
-# -------------------------------------------------------------------- decisions and lifecycles
 
 
 @plant
@@ -356,9 +341,6 @@ class WeightDecayOfTheConstructor(KeepsAnOption):
     """A load brings the learning rate back and not what was built with another value."""
 
     option = "weight_decay"
-
-
-# -------------------------------------------------------------------- states that are no tensors
 
 
 class Keeps(torch.optim.AdamW):

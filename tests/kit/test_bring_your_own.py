@@ -1,7 +1,4 @@
-"""Optimizers that users write with `Algorithm` and `MatrixAlgorithm`, through the kit.
-
-Run: pytest tests/kit/test_bring_your_own.py
-"""
+"""Optimizers that users write with `Algorithm` and `MatrixAlgorithm`, through the kit."""
 
 import re
 from pathlib import Path

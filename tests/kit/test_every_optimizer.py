@@ -1,7 +1,4 @@
-"""Every optimizer of ours, in every state format, keeps its bits through any program.
-
-A new optimizer or state format is added to one of the tables, and nothing else is needed.
-"""
+"""Every optimizer of ours, in every state format, keeps its bits through any program."""
 
 from functools import partial
 from typing import Any

@@ -12,8 +12,6 @@ from vfsdp_optim import AdamW, Muon, param_groups
 from vfsdp_optim.testing import assert_op_cut_invariant, assert_training_matches
 from vfsdp_optim.testing.differences import DifferenceError
 
-# -------------------------------------------------------------------- loops
-
 
 def make_model() -> nn.Module:
     blocks = [nn.Sequential(nn.Linear(20, 33), nn.ReLU(), nn.Linear(33, 20)) for _ in range(2)]
@@ -140,9 +138,6 @@ def test_error_of_a_rank_is_passed_on():
             loss=lambda model, batch: loss(model, batch) if batch else model(batch),
             world_sizes=[2],
         )
-
-
-# -------------------------------------------------------------------- ops
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])

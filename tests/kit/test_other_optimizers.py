@@ -12,7 +12,6 @@ from torch import nn
 from ranks import distributed_examples
 from vfsdp_optim.testing import (
     assert_program_is_exact,
-    assert_resume_is_exact,
     assert_sharded_equals_unsharded,
     step_programs,
 )
@@ -37,17 +36,6 @@ def make_fused_adamw(module: nn.Module) -> torch.optim.Optimizer:
 
 def make_torch_muon(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(module.named_parameters(), lr=0.1)
-
-
-@pytest.mark.parametrize("make_optimizer", [make_foreach_adamw, make_sgd])
-def test_torchs_element_wise_optimizers_are_exact_in_any_layout(make_optimizer):
-    assert_sharded_equals_unsharded(
-        make_optimizer, shapes=ODD, layouts="any", world_sizes=(1, 2, 3)
-    )
-    assert_sharded_equals_unsharded(
-        make_optimizer, shapes=ODD, layouts="ours_hsdp", world_sizes=[4]
-    )
-    assert_resume_is_exact(make_optimizer, shapes=ODD, layouts=("fsdp2", "ours", "ours_hsdp"))
 
 
 @pytest.mark.parametrize("make_optimizer", [make_foreach_adamw, make_sgd])

@@ -217,9 +217,6 @@ def test_pytest_shows_the_report_and_not_the_code_of_the_kit():
         assert shown == [__file__] * 2, shown
 
 
-# -------------------------------------------------------------------- the script
-
-
 def script_in(message: str) -> str:
     """Return the script at the end of a message."""
     return message.partition("this script shows it again:\n\n")[2]

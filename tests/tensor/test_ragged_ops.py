@@ -1,7 +1,4 @@
-"""Every op on a RaggedDTensor is the op on the full tensor, or an error; never the local answer.
-
-The oracle is torch on the full tensor. Ranks compare with it and return what they found.
-"""
+"""Every op on a RaggedDTensor is the op on the full tensor, or an error; never the local answer."""
 
 import math
 import re

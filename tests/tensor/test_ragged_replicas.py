@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from ranks import collectives, on_ranks, run_ranks
+from ranks import collectives, on_ranks
 from sharding import RaggedDTensor, RaggedShard
 from sharding.tensor.ragged_tensor import distribute_ragged
 from training import mesh_of
@@ -56,7 +56,8 @@ def test_every_layout_holds_the_tensor_of_its_replica() -> None:
     assert torch.equal(row.full_tensor(), full[2])
 
 
-def refused_layouts() -> list[str]:
+@on_ranks(4)
+def test_layouts_that_would_end_replication_are_refused_by_name():
     x, _ = ragged()
     messages = []
     for placements in ([Replicate()], [Shard(0), Shard(0)], [Shard(0), Replicate()], [PLACEMENT]):
@@ -70,25 +71,20 @@ def refused_layouts() -> list[str]:
     deep = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("a", "b", "c"))
     with pytest.raises(ValueError, match="with as many"):
         distribute_ragged(torch.zeros(SHAPE), deep, PLACEMENT)
-    return messages
-
-
-def test_layouts_that_would_end_replication_are_refused_by_name() -> None:
-    for messages in run_ranks(refused_layouts, 4):
-        *refusals, mismatch = messages
-        for message, got in zip(
-            refusals,
-            ["[Replicate()]", "[Shard(dim=0), Shard(dim=0)]", "[Shard(dim=0), Repl", "[Ragg"],
-            strict=True,
-        ):
-            assert message.startswith(
-                "expected [Replicate(), Replicate()], [Replicate(), Shard(0)] or [Replicate(), "
-                "RaggedShard(...)] for a tensor of shape (5, 3), got " + got
-            )
-        assert mismatch == (
-            "expected a 1-D mesh of 2 ranks, or a 2-D mesh with as many in its last dim, for "
-            "RaggedShard(dims=(0, 1), local_units=(2, 6), unit_numel=2), got MESH"
+    *refusals, mismatch = messages
+    for message, got in zip(
+        refusals,
+        ["[Replicate()]", "[Shard(dim=0), Shard(dim=0)]", "[Shard(dim=0), Repl", "[Ragg"],
+        strict=True,
+    ):
+        assert message.startswith(
+            "expected [Replicate(), Replicate()], [Replicate(), Shard(0)] or [Replicate(), "
+            "RaggedShard(...)] for a tensor of shape (5, 3), got " + got
         )
+    assert mismatch == (
+        "expected a 1-D mesh of 2 ranks, or a 2-D mesh with as many in its last dim, for "
+        "RaggedShard(dims=(0, 1), local_units=(2, 6), unit_numel=2), got MESH"
+    )
 
 
 @on_ranks(4)
@@ -152,15 +148,12 @@ def test_torch_save_and_load_keep_the_layout() -> None:
     assert torch.equal(loaded.to_local(), x.to_local())
 
 
-def calls() -> list[list[str]]:
+@on_ranks(4)
+def test_each_reduction_is_one_collective_and_others_are_none():
     x, _ = ragged()
-    return [
+    full, norm, *none = [
         collectives(function)
         for function in (x.full_tensor, x.norm, lambda: x + 1, x._boxes, lambda: x.copy_(x))
     ]
-
-
-def test_each_reduction_is_one_collective_and_others_are_none() -> None:
-    for full, norm, *none in run_ranks(calls, 4):
-        assert len(full) == len(norm) == 1
-        assert none == [[], [], []]
+    assert len(full) == len(norm) == 1
+    assert none == [[], [], []]

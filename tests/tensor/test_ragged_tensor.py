@@ -1,8 +1,4 @@
-"""RaggedDTensor as parameter, gradient and optimizer state; moves between layouts. Gloo ranks.
-
-The oracle is one process with full tensors. Ops one by one are in test_ragged_ops.py, checkpoints
-in test_ragged_checkpoint.py.
-"""
+"""RaggedDTensor as parameter, gradient and optimizer state; moves between layouts. Gloo ranks."""
 
 import copy
 import io
@@ -48,9 +44,6 @@ def parameter(full: Tensor, units: tuple[int, ...], grad: Tensor | None = None) 
 
 def random(shape: tuple[int, ...], seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-# -- layouts --------------------------------------------------------------------------------------
 
 
 @st.composite
@@ -106,17 +99,16 @@ def test_redistribute_moves_every_element_to_every_layout(case: tuple[Any, ...])
     run_ranks(check_moves, world_size, cases)
 
 
-def check_full_tensor_of_one_holder() -> list[int]:
+@on_ranks(5)
+def test_full_tensor_of_a_tensor_on_one_rank_does_not_pad():
     # A padded all-gather would need the world size times the memory of the tensor.
     x = ragged(torch.arange(6.0), (0, 0, 6, 0, 0))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
         full = x.full_tensor()
     assert full.tolist() == list(range(6))
-    return [event.cpu_memory_usage for event in trace.key_averages() if event.cpu_memory_usage > 24]
-
-
-def test_full_tensor_of_a_tensor_on_one_rank_does_not_pad() -> None:
-    assert run_ranks(check_full_tensor_of_one_holder, 5) == [[]] * 5
+    assert [
+        event.cpu_memory_usage for event in trace.key_averages() if event.cpu_memory_usage > 24
+    ] == []
 
 
 @on_ranks(2)
@@ -161,9 +153,6 @@ def test_from_local_rejects_what_is_not_the_piece_of_this_rank() -> None:
         RaggedDTensor.from_local(good, mesh, RaggedShard((0, 1), (5, 7, 0)), (4, 3))
     with pytest.raises(ValueError, match="15 elements"):
         RaggedDTensor.from_local(good, mesh, placement, (5, 3))
-
-
-# -- parameters and autograd ----------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -272,8 +261,6 @@ def test_gradient_comes_back_in_the_layout_of_the_parameter() -> None:
         assert param.to_local() is param._local_tensor
 
 
-# -- norms ----------------------------------------------------------------------------------------
-
 ORDERS = [2.0, 1.0, 0.0, 3.0, -1.0, "inf", float("-inf")]
 
 
@@ -314,38 +301,6 @@ def test_clip_grad_norm_equals_one_process(units):
     run_ranks(check_all_clips, len(units[0]), units)
 
 
-def check_infinity_norm() -> tuple[float, list[float]]:
-    grads = torch.tensor([-5.0, 1.0, 3.0])
-    param = parameter(grads, (2, 0, 1), grad=grads)
-    norm = nn.utils.clip_grad_norm_([param], 1.0, "inf")
-    zero = parameter(grads, (2, 0, 1), grad=0 * grads)
-    assert nn.utils.clip_grad_norm_([zero], 1.0, "inf", foreach=True) == 0
-    assert not zero.grad.full_tensor().any()
-    return norm.item(), param.grad.full_tensor().tolist()
-
-
-def test_infinity_norm_ignores_empty_pieces_and_is_not_one() -> None:
-    # torchrec#3199, torchrec#3809, torchrec#3891: always 1.0, or an error on an empty shard.
-    for norm, grad in run_ranks(check_infinity_norm, 3):
-        assert norm == 5.0
-        assert grad == pytest.approx([-1.0, 0.2, 0.6], rel=1e-5)
-
-
-def check_constant_gradient(dtype: torch.dtype) -> list[float]:
-    grads = [torch.full((4,), 2.0, dtype=dtype), torch.full((4,), 2.0)]
-    params = [parameter(g, (3, 1, 0, 0, 0), grad=g) for g in grads]
-    total = nn.utils.clip_grad_norm_(params[:1], 1.0)
-    both = torch._foreach_norm([p.grad for p in params])
-    return [float(total), total.item(), float(both[1])]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_returned_norm_is_the_full_norm_on_every_rank(dtype: torch.dtype) -> None:
-    # pytorch#149768, pytorch#180346: each rank got the norm of its own part, here 3.46, 2 and 0.
-    for norms in run_ranks(check_constant_gradient, 5, dtype):
-        assert norms == pytest.approx([4.0, 4.0, 4.0], rel=1e-15)
-
-
 def check_nonfinite(value: float) -> list[float]:
     grad = torch.ones(4)
     grad[0] = value
@@ -375,8 +330,6 @@ def test_foreach_norm_packs_the_whole_list_into_one_collective() -> None:
     assert run_ranks(check_number_of_collectives, 2, 1) == [1, 1]
     assert run_ranks(check_number_of_collectives, 2, 8) == [1, 1]
 
-
-# -- optimizers -----------------------------------------------------------------------------------
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW for-loop": (torch.optim.AdamW, {"foreach": False}),
@@ -428,28 +381,6 @@ def check_optimizers(units: list[tuple[int, ...]]) -> None:
 @pytest.mark.parametrize("units", CUTS)
 def test_optimizer_of_torch_equals_one_process(units):
     run_ranks(check_optimizers, len(units[0]), units)
-
-
-def check_scaler(holder: int) -> float:
-    full = random((4, 3))
-    params = [parameter(full, (5, 7), grad=4 * full), nn.Parameter(full.clone())]
-    params[1].grad = 4 * full
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    scaler.scale(torch.ones(()))
-    optimizer = torch.optim.SGD(params, lr=0.5)
-    if holder >= 0:
-        params[0].grad.to_local()[0] = math.inf if torch.distributed.get_rank() == holder else 0
-    scaler.step(optimizer)
-    scaler.update()
-    moved = 0.5 if holder < 0 else 1.0
-    torch.testing.assert_close(params[0].full_tensor(), moved * full)
-    torch.testing.assert_close(params[1].detach(), moved * full)
-    return scaler.get_scale()
-
-
-@pytest.mark.parametrize(("holder", "scale"), [(-1, 4.0), (0, 2.0), (1, 2.0)])
-def test_grad_scaler_skips_on_every_rank_when_one_piece_has_an_inf(holder, scale):
-    assert run_ranks(check_scaler, 2, holder) == [scale, scale]
 
 
 @on_ranks(2)

@@ -47,10 +47,7 @@ def averages_of_groups() -> dict[str, list[Tensor]]:
 
 
 def test_average_over_gloo_does_not_depend_on_the_name_of_the_group() -> None:
-    """init_process_group() names its group "undefined"; gloo moves its CPU tensors all the same.
-
-    The sum is in rank order, bit for bit, wherever an element lies.
-    """
+    """init_process_group() names its group "undefined"; gloo moves its CPU tensors all the same."""
     expected = (addend(0) + addend(1) + addend(2)) / 3
     for averages in run_ranks(averages_of_groups, 3):
         assert len(averages) == 4
