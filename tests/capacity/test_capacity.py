@@ -12,7 +12,7 @@ from sharding.fsdp.buffer import slot_pieces
 from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.capacity.advice import group_sizes
 from vfsdp_optim.capacity.model_sources import read_model
-from vfsdp_optim.capacity.optimizers import OPTIMIZERS, block_optimizer
+from vfsdp_optim.capacity.optimizers import block_optimizer
 from vfsdp_optim.capacity.parallelism import DividedModel, Parallelism, divide
 from vfsdp_optim.capacity.picture import _outlines
 from vfsdp_optim.capacity.prediction import Capacity, measure
@@ -143,18 +143,20 @@ def test_skew_is_that_of_the_longest_processing_time_first(name, ranks, matrices
     assert found.largest_share <= found.skew + 1e-9
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "shampoo"])
 @pytest.mark.parametrize("states", STATES)
 @pytest.mark.parametrize("ep", [1, 4])
 def test_states_of_all_ranks_add_up_to_those_of_the_model(optimizer, states, ep):
     model = read_model("gpt-oss-120b")
     found = measure(divide(model, Parallelism(16, ep=ep)), Setup(optimizer, states))
-    total = sum(
-        bucket.count
-        * block_optimizer(optimizer, states, bucket.tensors, "nccl").state_bytes(i, tensor.numel)
-        for bucket in model.buckets
-        for i, tensor in enumerate(bucket.tensors)
-    )
+    total = of_units = 0
+    for bucket in model.buckets:
+        block = block_optimizer(optimizer, states, bucket.tensors, "nccl")
+        of_units += bucket.count * block.unit_state_bytes
+        for i, tensor in enumerate(bucket.tensors):
+            total += bucket.count * block.state_bytes(i, tensor.numel)
+    assert sum(found.unit_states_by_rank) == of_units
+    total += of_units
     assert sum(found.states_by_rank) == pytest.approx(total, rel=1e-6)  # parts of ragged blocks
     assert found.memory.states == max(found.states_by_rank)
     assert found.memory.total < sum(

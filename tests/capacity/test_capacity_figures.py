@@ -77,9 +77,12 @@ class ReadsNumbers(LionAlgorithm):
 @pytest.mark.parametrize(
     ("choice", "message"),
     [
-        ("lion", "optimizer: expected one of adamw, muon, or an Algorithm or a Structured"),
+        (
+            "lion",
+            "optimizer: expected one of adamw, muon, shampoo, soap, or an Algorithm or a",
+        ),
         ("examples.lion:Nothing", "optimizer 'examples.lion:Nothing': AttributeError"),
-        ("examples.lion:ParamsT", "optimizer: expected one of adamw, muon"),
+        ("examples.lion:ParamsT", "optimizer: expected one of adamw, muon, shampoo"),
         (ReadsNumbers(), "algorithm 'lion': a plan follows its update on tensors of the meta"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import vfsdp_optim
 from examples.gpt import GPT, GPTConfig
+from panel_gram import PanelGram
 from ranks import run_ranks
 from sharding import MixedPrecisionPolicy, fully_shard
 from sharding.fsdp.bucket import Bucket
@@ -23,13 +24,15 @@ from sharding.planning.structure import FullMatrix
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.collectives import Transport
 from sharding.transport.exchange import Exchange
+from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.capacity.model_sources import module_shapes
-from vfsdp_optim.capacity.optimizers import OPTIMIZERS, block_optimizer
+from vfsdp_optim.capacity.optimizers import block_optimizer
 from vfsdp_optim.capacity.parallelism import Parallelism, divide
 from vfsdp_optim.capacity.prediction import Capacity, measure
 from vfsdp_optim.capacity.shapes import ModelShapes, sort_into_buckets
 from vfsdp_optim.capacity.step_buffers import StepDtypes
 from vfsdp_optim.capacity.training_setup import Setup
+from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.precision import STATES
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step import run_lists
@@ -60,9 +63,37 @@ def build_model(case: Case) -> nn.Module:
     return model
 
 
+class SmallShampoo(vfsdp_optim.Shampoo):
+    """Several panels of each matrix, of several blocks."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, block_size=(64, 40), **options)
+
+
+class OneSidedSOAP(vfsdp_optim.SOAP):
+    """No factor of the longer sides."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, max_dim=96, **options)
+
+
+class GramOptimizer(StructuredOptimizer):
+    """Of an algorithm from outside of the package."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        groups = [{k: v for k, v in group.items() if k != "matrices"} for group in params]
+        super().__init__(groups, PanelGram(**options), AdamWAlgorithm(**options))
+
+
+WITH_UNIT_STATES = {"shampoo": SmallShampoo, "soap": OneSidedSOAP, "panel_gram": GramOptimizer}
+
+
 def build_optimizer(case: Case, model: nn.Module) -> torch.optim.Optimizer:
     if case.optimizer == "muon":
         return vfsdp_optim.Muon(vfsdp_optim.param_groups(model), states=case.states)
+    if case.optimizer in WITH_UNIT_STATES:
+        groups = vfsdp_optim.param_groups(model, algorithm=case.optimizer)
+        return WITH_UNIT_STATES[case.optimizer](groups, states=case.states)
     kept = ["embedding.weight", "head.weight"]  # what param_groups says
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     return vfsdp_optim.AdamW(named, states=vfsdp_optim.Precision(case.states, keep_32bit=kept))
@@ -73,7 +104,8 @@ def predicted(case: Case, ranks: int) -> Capacity:
         model = build_model(case)
     shapes = ModelShapes("gpt", "examples", sort_into_buckets(module_shapes(model)))
     divided = divide(shapes, Parallelism(ranks, replicate=case.copies))
-    setup = Setup(case.optimizer, case.states, precision=case.precision, backend="gloo")
+    optimizer = WITH_UNIT_STATES.get(case.optimizer, case.optimizer)
+    setup = Setup(optimizer, case.states, precision=case.precision, backend="gloo")
     return measure(divided, setup)
 
 
@@ -251,12 +283,14 @@ def live(case: Case) -> dict[str, Any]:
 MIXED = Case("adamw", precision=StepDtypes("bfloat16", "float32"))
 MUON = Case("muon")
 CASES = [
-    *(Case(name, states) for name in OPTIMIZERS for states in STATES),
-    *(Case(name, "8bit", dtype="bfloat16") for name in OPTIMIZERS),
+    *(Case(name, states) for name in ("adamw", "muon") for states in STATES),
+    *(Case(name, "8bit", dtype="bfloat16") for name in ("adamw", "muon", "soap")),
     Case("adamw", dtype="bfloat16"),
     Case("muon", "8bit", frozen=True),
     Case("adamw", copies=2),
     Case("muon", copies=2),
+    Case("shampoo"),
+    Case("panel_gram", "8bit", copies=2),
 ]
 ON = {2: [MIXED, MUON, *CASES[1:6:2], *CASES[-3:]], 4: [MUON, *CASES]}
 

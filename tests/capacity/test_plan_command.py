@@ -69,7 +69,7 @@ def test_table_has_a_column_for_each_number_of_ranks(tmp_path, capsys):
         "gathered per step",
         "reduced per step",
         "exchanged per step",
-        "Newton-Schulz, busiest / mean",
+        "matrix work, busiest / mean",
         "FSDP2 Shard(0): padding",
         "activations not included",
     ):
@@ -160,8 +160,8 @@ REFUSED = [
     (["--ranks", "8", "--pp", "4"], "pp=4: the model has only 3 blocks"),
     (
         ["--ranks", "8", "--optimizer", "sgd"],
-        "optimizer: expected one of adamw, muon, or an Algorithm or a StructuredOptimizer as "
-        "module:Class, got 'sgd'",
+        "optimizer: expected one of adamw, muon, shampoo, soap, or an Algorithm or a "
+        "StructuredOptimizer as module:Class, got 'sgd'",
     ),
     (["--ranks", "8", "--states", "4bit"], "states: expected one of 32bit, 8bit, got '4bit'"),
     (["--ranks", "8", "--dtype", "int8"], "dtype: expected one of float64, float32, bfloat16"),

@@ -116,12 +116,12 @@ def _on_skew(capacity: Capacity) -> str:
     skew, largest = capacity.skew or 0.0, capacity.largest_share
     if largest > 0.8 * skew:
         return (
-            f"Newton-Schulz: the busiest rank works {skew:.2f} times the mean, because the largest "
+            f"matrix work: the busiest rank works {skew:.2f} times the mean, because the largest "
             f"of {capacity.matrices:,} matrices alone is {largest:.2f} times the mean: no more "
             f"than {int(capacity.model.parallelism.shard_ranks / largest)} ranks have work"
         )
     return (
-        f"Newton-Schulz: the busiest rank works {skew:.2f} times the mean, because the matrices of "
+        f"matrix work: the busiest rank works {skew:.2f} times the mean, because the matrices of "
         f"a mesh, wave by wave, cannot be dealt more evenly"
     )
 

@@ -43,6 +43,7 @@ class MatrixWork:
         largest_cost: Work of the largest unit.
         slots: Bytes of the exchange's reserved memory.
         moved: Bytes that leave, to owners and back.
+        states: Bytes of the states that units have on their owners.
         scratch: Elements that matrices are computed in.
     """
 
@@ -52,7 +53,18 @@ class MatrixWork:
     largest_cost: int
     slots: tuple[int, ...]
     moved: tuple[int, ...]
+    states: tuple[int, ...]
     scratch: Mapping[Need, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _OfBlock:
+    """A unit of a block, who holds it, and the bytes of its states."""
+
+    block: BlockOptimizer
+    job: Job
+    held: HeldUnit
+    state_bytes: int
 
 
 def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.dtype) -> MatrixWork:
@@ -68,22 +80,26 @@ def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.d
         ValueError: A matrix is larger than the optimizer's `max_exchange_bytes`.
     """
     grid = Grid(shards, copies) if copies > 1 else None
-    units: list[tuple[BlockOptimizer, Job, HeldUnit]] = []
+    units: list[_OfBlock] = []
     limits = []
     for block in blocks:
         units += _units(block, wire, grid) * block.count
         if block.optimizer.optimizer is not None:
             limits.append(block.optimizer.optimizer.max_exchange_bytes // wire.itemsize)
-    specs = tuple(spec for *_, spec in units)
+    specs = tuple(unit.held for unit in units)
     plan = plan_owners(specs, shards * copies, slot_numel=min(limits))
     fold = grid or Grid(shards)
+    kept = [0] * plan.world_size
+    for unit, owner in zip(units, plan.owners, strict=True):
+        kept[owner] += unit.state_bytes
     return MatrixWork(
-        matrices=sum(job.unit.batch for _, job, _ in units),
+        matrices=sum(unit.job.unit.batch for unit in units),
         work=sum(plan.loads),
         busiest=sum(plan.wave_loads),
         largest_cost=max((spec.cost for spec in specs), default=0),
         slots=_most_by_shard([wire.itemsize * numel for numel in slot_numels(plan)], fold),
         moved=_most_by_shard([wire.itemsize * numel for numel in plan.sent_numels], fold),
+        states=_most_by_shard(kept, fold),
         scratch={need: _most_by_shard(v, fold) for need, v in _scratch(units, plan).items()},
     )
 
@@ -95,9 +111,7 @@ def _most_by_shard(values: Sequence[int], grid: Grid) -> tuple[int, ...]:
     )
 
 
-def _units(
-    block: Block, wire: torch.dtype, grid: Grid | None
-) -> list[tuple[BlockOptimizer, Job, HeldUnit]]:
+def _units(block: Block, wire: torch.dtype, grid: Grid | None) -> list[_OfBlock]:
     """Return the units of one block, with who holds them."""
     result = []
     for i, jobs in sorted(block.optimizer.jobs.items()):
@@ -108,18 +122,18 @@ def _units(
                 continue
             start, stop = job.unit.start, job.unit.start + job.unit.numel
             spec = held_unit(job, segment.ranges(index, start, stop), grid)
-            result.append((block.optimizer, job, spec))
+            result.append(_OfBlock(block.optimizer, job, spec, job.state_bytes))
     return result
 
 
-def _scratch(units: Sequence[tuple[BlockOptimizer, Job, HeldUnit]], plan: OwnerPlan) -> Needs:
+def _scratch(units: Sequence[_OfBlock], plan: OwnerPlan) -> Needs:
     """Return what each rank needs for the units that it computes."""
     needs: Needs = {}
     seen: dict[object, Mapping[Need, int]] = {}
     owned: dict[tuple[object, int], None] = {}
     key: object
-    for (block, job, _), owner in zip(units, plan.owners, strict=True):
-        unit = job.unit
+    for each, owner in zip(units, plan.owners, strict=True):
+        block, job, unit = each.block, each.job, each.job.unit
         key = id(block), job.member.group, tuple(job.member.param.shape), unit.rows, unit.cols
         if key not in seen:
             seen[key] = unit_scratch(block, job)

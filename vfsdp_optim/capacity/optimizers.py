@@ -23,12 +23,19 @@ from vfsdp_optim.capacity.shapes import ONE_MATRIX, TensorShape
 from vfsdp_optim.capacity.step_buffers import torch_dtype
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.optimizer import StructuredOptimizer
+from vfsdp_optim.shampoo import Shampoo
+from vfsdp_optim.soap import SOAP
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.units import Job, jobs_by_ranks
 from vfsdp_optim.step.working_set import make_working_set
 
-OPTIMIZERS: Mapping[str, type[StructuredOptimizer]] = {"adamw": AdamW, "muon": Muon}
+OPTIMIZERS: Mapping[str, type[StructuredOptimizer]] = {
+    "adamw": AdamW,
+    "muon": Muon,
+    "shampoo": Shampoo,
+    "soap": SOAP,
+}
 """By name on the command line; what is no matrix, and embeddings and heads, go to AdamW."""
 
 # Dtypes on the wire, kernels and pieces of a run depend on it.
@@ -122,17 +129,16 @@ class BlockOptimizer:
         if i not in self.members:
             return 0
         formats = self.members[i].formats
-        return sum(_state_bytes(state_format, numel) for state_format in formats.values())
+        return sum(state_format.nbytes(numel) for state_format in formats.values())
+
+    @property
+    def unit_state_bytes(self) -> int:
+        """Bytes of the states that whole units have on their owners, of all of the block."""
+        return sum(job.state_bytes for jobs in self.jobs.values() for job in jobs)
 
     def wire(self, job: Job) -> torch.dtype:
         """Return the dtype in which a unit travels."""
         return job.algorithm.wire_dtype(job.group, self.device)
-
-
-@lru_cache(maxsize=1 << 16)
-def _state_bytes(state_format: Any, numel: int) -> int:
-    parts = state_format.allocate(numel, torch.device("meta")).parts()
-    return sum(part.nbytes for part in parts.values())
 
 
 @lru_cache(maxsize=64)
@@ -166,12 +172,7 @@ def block_optimizer(
     members = _members(optimizer)
     for member in members:
         member.device = device
-        if member.unit_formats:
-            raise ValueError(
-                f"{member.fqn}: algorithm {optimizer.param_groups[member.group]['algorithm']!r} "
-                "keeps states of whole units on owner ranks, whose bytes are not planned yet; "
-                "optimizer.plan() shows the owners on live ranks"
-            )
+        member.owners = ()  # which are chosen among the ranks of a plan
     units = jobs_by_ranks(members, optimizer.param_groups, optimizer.algorithms, Scratch())
     places = {id(param): i for i, param in enumerate(params)}
     jobs: dict[int, list[Job]] = {}

@@ -129,11 +129,12 @@ class Capacity:
         optimal: Whether no smaller layout is possible, for all buckets.
         memory: Bytes by kind.
         states_by_rank: Bytes of optimizer state of each shard rank.
+        unit_states_by_rank: Of those, what is kept of whole units, by their owners.
         exchange_by_rank: Bytes of exchange slots and scratch of each shard rank.
         kept_communication: Bytes of communication buffers that stay between steps.
         traffic: Bytes on the wire.
         matrices: How many matrices need an owner.
-        skew: Newton-Schulz of the busiest rank, wave by wave, over the mean; None without any.
+        skew: Work of matrices of the busiest rank, wave by wave, over the mean; None without any.
         largest_share: The largest matrix alone, over the mean; no plan has a smaller skew.
         torch: The same under torch's FSDP2.
     """
@@ -147,6 +148,7 @@ class Capacity:
     optimal: bool
     memory: Memory
     states_by_rank: tuple[int, ...]
+    unit_states_by_rank: tuple[int, ...]
     exchange_by_rank: tuple[int, ...]
     kept_communication: int
     traffic: Traffic
@@ -199,7 +201,9 @@ def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: No
     buffers = {
         b.name: bucket_buffers(b.plan, setup.precision, setup.backend, copies) for b in planned
     }
-    states = _states_by_rank(model, planned, setup)
+    of_units = _by_rank(model, [(work.states, per) for work, per in works])
+    cut = _states_by_rank(model, planned, setup)
+    states = tuple(a + b for a, b in zip(cut, of_units, strict=True))
     exchange = _exchange_by_rank(model, planned, works, setup)
     root, blocks = _in_order(model, planned, buffers)
     reductions = reduction_memory(root, [b for layer in blocks for b in layer])
@@ -235,13 +239,14 @@ def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: No
         optimal=all(s.optimal for b in planned for s in b.plan.segments),
         memory=memory,
         states_by_rank=states,
+        unit_states_by_rank=of_units,
         exchange_by_rank=exchange,
         kept_communication=reductions.kept,
         traffic=_traffic(model, planned, buffers, works, setup),
         matrices=sum(w.matrices * per for w, per in works),
         skew=sum(w.busiest for w, _ in works) / mean if mean else None,
         largest_share=max((w.largest_cost for w, _ in works), default=0) / mean if mean else 0.0,
-        torch=_torch_shards(planned, setup, numel),
+        torch=_torch_shards(model, planned, setup, numel),
     )
 
 
@@ -298,6 +303,7 @@ def _matrix_works(
 def _states_by_rank(
     model: DividedModel, planned: Sequence[PlannedBucket], setup: Setup
 ) -> tuple[int, ...]:
+    """Return bytes of the states that are cut as their parameters are."""
     parts = []
     for bucket in planned:
         held = [0] * bucket.divided.world_size
@@ -356,8 +362,11 @@ def _traffic(
     )
 
 
-def _torch_shards(planned: Sequence[PlannedBucket], setup: Setup, numel: int) -> TorchShards:
-    """Rank 0 under FSDP2, whose pieces are never smaller than another rank's."""
+def _torch_shards(
+    model: DividedModel, planned: Sequence[PlannedBucket], setup: Setup, numel: int
+) -> TorchShards:
+    """Rank 0 under FSDP2, whose pieces are never smaller than another rank's; of what owners keep
+    of units it has an even share."""
     padded = at_rest = 0
     for bucket in planned:
         ranks, per = bucket.divided.world_size, bucket.divided.per_position
@@ -369,4 +378,6 @@ def _torch_shards(planned: Sequence[PlannedBucket], setup: Setup, numel: int) ->
             states = optimizer.state_bytes(i, piece)
             tensors = 1 + tensor.trainable  # itself, and its gradient
             at_rest += bucket.count * (tensors * piece * ITEMSIZE[tensor.dtype] + states)
+        holders = ranks * model.parallelism.replicate
+        at_rest += bucket.count * optimizer.unit_state_bytes // holders
     return TorchShards(padded / numel - 1, at_rest)

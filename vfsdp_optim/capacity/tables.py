@@ -30,12 +30,13 @@ def capacity_table(title: str, capacities: Sequence[Capacity]) -> Table:
     return table
 
 
-_SECTIONS = (2, 9, 13)
+_SECTIONS = (2, 10, 14)
 
 
 def _rows(capacity: Capacity) -> list[tuple[str, str]]:
     memory, traffic, torch = capacity.memory, capacity.traffic, capacity.torch
     ranks = capacity.model.parallelism
+    of_units = max(capacity.unit_states_by_rank)
     proven = "proven" if capacity.optimal else "not proven"
     fixed = memory.parameters + memory.gradients + memory.states
     return [
@@ -45,6 +46,7 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ("parameters", _gib(memory.parameters)),
         ("gradients", _gib(memory.gradients)),
         ("optimizer states", _gib(memory.states)),
+        ("  of whole units, on owners", _gib(of_units) if of_units else ""),
         ("unsharded parameters", _gib(memory.unsharded)),
         ("communication buffers", _gib(memory.communication)),
         ("exchange slots, scratch", _gib(memory.exchange)),
@@ -54,7 +56,7 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ("averaged over copies", _gib(traffic.replicate) if ranks.replicate > 1 else ""),
         ("exchanged per step", _gib(traffic.exchange) if capacity.matrices else ""),
         (
-            "Newton-Schulz, busiest / mean",
+            "matrix work, busiest / mean",
             "" if capacity.skew is None else f"{capacity.skew:.2f}",
         ),
         ("FSDP2 Shard(0): padding", f"{torch.padding:.2%}"),
@@ -120,7 +122,8 @@ def to_json(
                 "bytes_per_rank": asdict(capacity.memory),
                 "wire_bytes_per_step": asdict(capacity.traffic),
                 "matrices": capacity.matrices,
-                "newton_schulz_skew": capacity.skew,
+                "unit_states_of_a_rank": max(capacity.unit_states_by_rank),
+                "matrix_skew": capacity.skew,
                 "torch_fsdp2": asdict(capacity.torch),
                 "advice": list(sentences),
                 "buckets": [bucket_to_json(b.plan, b.count) for b in capacity.buckets],

@@ -73,8 +73,8 @@ class Setup:
     """What is trained with.
 
     Attributes:
-        optimizer: "adamw", "muon", "module:Class", an `Algorithm`, or a class of optimizers that
-            takes groups. What a `MatrixAlgorithm` cannot take is left to AdamW.
+        optimizer: "adamw", "muon", "shampoo", "soap", "module:Class", an `Algorithm`, or a class of
+            optimizers that takes groups. What a `MatrixAlgorithm` cannot take is left to AdamW.
         states: "32bit" (as wide as the parameter) or "8bit".
         granularity: What may not be cut.
         precision: Dtypes of compute and reduction.

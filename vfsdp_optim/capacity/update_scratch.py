@@ -105,11 +105,15 @@ def piece_scratch(block: BlockOptimizer, job: Job, start: int, stop: int) -> Map
 
 
 def unit_scratch(block: BlockOptimizer, job: Job) -> Mapping[Need, int]:
-    """Return what the rank that computes a unit takes."""
+    """Return what the rank that computes a unit takes, in the first step or a later one."""
 
     def follow(scratch: Scratch) -> None:
         own = replace(job, scratch=scratch)
-        own.update(own.room(block.wire(job), _META), scratch, skip=False)
+        for step in (1, 2):
+            if job.member.count is not None:
+                job.member.count.fill_(step)
+            own.update(own.room(block.wire(job), _META), scratch, skip=False)
+        job.member.failures.clear()
 
     return _followed(job.algorithm, follow)
 

@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from typing import ClassVar
 
@@ -75,6 +76,10 @@ class StateFormat(ABC):
     def allocate(self, numel: int, device: torch.device) -> State:
         """Return the zero state of `numel` elements."""
 
+    def nbytes(self, numel: int) -> int:
+        """Return the bytes that the state of `numel` elements takes."""
+        return _nbytes(self, numel)
+
     @abstractmethod
     def views(self, state: State, shard: ParamShard, fqn: str) -> dict[str, Tensor]:
         """Return the parts of the state of a parameter as users see them.
@@ -82,6 +87,12 @@ class StateFormat(ABC):
         Raises:
             NotImplementedError: for this layout there is no such view; the error names `fqn`.
         """
+
+
+@lru_cache(maxsize=1 << 16)
+def _nbytes(state_format: StateFormat, numel: int) -> int:
+    parts = state_format.allocate(numel, torch.device("meta")).parts()
+    return sum(part.nbytes for part in parts.values())
 
 
 @dataclass(frozen=True, slots=True)

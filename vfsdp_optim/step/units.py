@@ -86,6 +86,15 @@ class Job:
         return specs
 
     @property
+    def state_bytes(self) -> int:
+        """Bytes of the unit's states, on whichever rank has them."""
+        formats = self.member.unit_formats
+        return sum(
+            formats[f"{key}.{self.number}"].nbytes(prod(spec.shape))
+            for key, spec in self.unit_states.items()
+        )
+
+    @property
     def cost(self) -> int:
         """Work of all matrices of the unit."""
         return self.unit.batch * self.algorithm.cost(self.group, self.unit.rows, self.unit.cols)
