@@ -165,6 +165,19 @@ def test_states_of_all_ranks_add_up_to_those_of_the_model(optimizer, states, ep)
     ) * (1 + 1e-9)
 
 
+def test_blocks_of_llama_pad_little_and_every_factor_is_kept_once() -> None:
+    """Elsewhere each of 64 ranks keeps a right factor of its own rows: 8 times the bytes."""
+    model = read_model("llama3-8b")
+    # Both factors of each block of 1024 x 1024, their roots, and moments of blocks.
+    blocks = 32 * (4 * 4 * 2 + 1 * 4 * 2 + 3 * 4 * 14)
+    factors, moments, marks = 4 * 1024**2, 2 * 1024**2, 2
+    whole = 4 * blocks * (factors + moments + marks)
+    for ranks in (8, 64, 512):
+        found = measure(divide(model, Parallelism(ranks)), Setup("shampoo"))
+        assert found.padding <= found.setup.resident_padding, ranks
+        assert sum(found.unit_states_by_rank) == whole, ranks
+
+
 def test_eight_bit_states_are_a_byte_and_a_scale_per_block() -> None:
     def bytes_of(
         optimizer: str, states: str, shape: tuple[int, ...], numel: int, kind: str = "matrix"
