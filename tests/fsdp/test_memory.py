@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from ranks import run_ranks
 from sharding import fully_shard
-from vfsdp_optim import AdamW, Muon
+from vfsdp_optim import Muon
 
 STEPS = 200
 
@@ -37,18 +37,14 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * resource.getpagesize()
 
 
-def make_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return AdamW(model.parameters(), on_nonfinite="skip")
+def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
-    return Muon(
-        [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}],
-        max_exchange_bytes=40 * 40 * 4,
-    )
+    groups = [{"params": matrices}, {"params": vectors, "algorithm": "adamw"}]
+    return Muon(groups, max_exchange_bytes=40 * 40 * 4, on_nonfinite="skip")
 
 
-def train_long(name: str) -> list[tuple[int, int]]:
+def train_long() -> list[tuple[int, int]]:
     """Live tensors and resident bytes at the half, three quarters and the end of the steps.
 
     Each step accumulates two backwards, the second with synchronisation, and clips; every tenth
@@ -59,7 +55,7 @@ def train_long(name: str) -> list[tuple[int, int]]:
     for layer in model[:2]:
         fully_shard(layer)
     fully_shard(model)
-    optimizer = make_optimizer(name, model)
+    optimizer = optimizer_of(model)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     seen = []
     for step in range(1, STEPS + 1):
@@ -80,16 +76,11 @@ def train_long(name: str) -> list[tuple[int, int]]:
     return seen
 
 
-def train_long_with_both() -> list[list[tuple[int, int]]]:
-    return [train_long(name) for name in ("muon", "adamw")]
-
-
 def test_long_run_keeps_memory_and_live_tensors_flat() -> None:
     """A graph, a gradient or an exchange kept per step would add hundreds of tensors."""
-    for of_rank in run_ranks(train_long_with_both, 2, timeout=240):
-        for seen in of_rank:
-            tensors = [count for count, _ in seen]
-            # The scratch memory of reductions is a handful of tensors more or less.
-            assert max(tensors) - min(tensors) <= 5
-            # The allocator's own pools may grow; 100 leaked copies of the model would be 1.5 MB.
-            assert seen[2][1] - seen[0][1] < 1 << 20
+    for seen in run_ranks(train_long, 2, timeout=240):
+        tensors = [count for count, _ in seen]
+        # The scratch memory of reductions is a handful of tensors more or less.
+        assert max(tensors) - min(tensors) <= 5
+        # The allocator's own pools may grow; 100 leaked copies of the model would be 1.5 MB.
+        assert seen[2][1] - seen[0][1] < 1 << 20

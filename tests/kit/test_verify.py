@@ -1,9 +1,11 @@
 """`torchrun -m vfsdp_optim.testing.verify`: the table, the exit code, what is on the wire."""
 
+import io
 import os
 import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def verified(arguments: list[str]) -> tuple[int, str]:
+    """The exit code of `verify` on this rank, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch, redirect_stdout(io.StringIO()) as printed:
+        patch.setattr(dist, "is_torchelastic_launched", lambda: True)
+        for name in ("init_process_group", "destroy_process_group"):  # the pool has done and does
+            patch.setattr(dist, name, lambda *args, **options: None)
+        return verify.main(["--rounds", "2", *arguments]), printed.getvalue()
+
+
 def cells(table: str, optimizer: str, layout: str) -> list[str]:
     """Return the cells of one row of a printed table."""
     rows = [[cell.strip() for cell in line.strip("│").split("│")] for line in table.splitlines()]
@@ -56,20 +67,20 @@ def test_verify_passes_for_ours_and_measures_beside_fsdp2():
 
 
 def test_verify_fails_for_an_optimizer_that_is_wrong_when_sharded_and_checks_8bit_states():
-    result = run(
-        "--model", "verify_subjects:make_model", "--steps", "2", "--optimizer", "muon_8bit",
-        "adamw_8bit", "verify_subjects:make_wrong", "verify_subjects:make_wrong_on_fsdp2",
-    )  # fmt: skip
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert cells(result.stdout, "Wrong", "ours")[2] == "no"
-    assert "Wrong on our shards, seen by rank " in result.stdout
-    assert "first difference: step 1, parameter '0.weight', state 'exp_avg'" in result.stdout
+    subjects = ("verify_subjects:make_wrong", "verify_subjects:make_wrong_on_fsdp2")
+    arguments = ["--model", "verify_subjects:make_model", "--steps", "2"]
+    arguments += ["--optimizer", "muon_8bit", "adamw_8bit", *subjects]
+    (code, printed), (other, _) = run_ranks(verified, 2, arguments)
+    assert (code, other) == (1, 1), printed
+    assert cells(printed, "Wrong", "ours")[2] == "no"
+    assert "Wrong on our shards, seen by rank " in printed
+    assert "first difference: step 1, parameter '0.weight', state 'exp_avg'" in printed
     # A user's own optimizer has to be equal on FSDP2 as well.
-    assert cells(result.stdout, "WrongOnFsdp2", "ours")[2] == "yes"
-    assert "WrongOnFsdp2 on FSDP2, seen by rank 0:\nfirst difference: step 1" in result.stdout
-    assert "DIFFERENT" in result.stdout
-    assert [cells(result.stdout, f"{n} 8bit", "ours")[2] for n in ("AdamW", "Muon")] == ["yes"] * 2
-    assert not re.search("8bit +│ fsdp2", result.stdout)
+    assert cells(printed, "WrongOnFsdp2", "ours")[2] == "yes"
+    assert "WrongOnFsdp2 on FSDP2, seen by rank 0:\nfirst difference: step 1" in printed
+    assert "DIFFERENT" in printed
+    assert [cells(printed, f"{n} 8bit", "ours")[2] for n in ("AdamW", "Muon")] == ["yes"] * 2
+    assert not re.search("8bit +│ fsdp2", printed)
 
 
 def test_verify_runs_on_the_backend_that_was_asked_for(monkeypatch):

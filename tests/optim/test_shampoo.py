@@ -151,19 +151,14 @@ def make_shampoo(module: nn.Module, **options) -> Shampoo:
     return Shampoo(module.named_parameters(), lr=0.05, **options)
 
 
-def make_8bit_shampoo(module: nn.Module) -> Shampoo:
-    return make_shampoo(module, states="8bit", block_size=(16, 32))
-
-
 def make_whole_shampoo(module: nn.Module) -> Shampoo:
     return make_shampoo(module, block_size=None, root="newton", on_nonfinite="skip")
 
 
 @pytest.mark.parametrize(
     ("make_optimizer", "shapes", "layouts"),
-    [(make_shampoo, SHAPES, LAYOUTS), (make_8bit_shampoo, [(96, 64), (21, 11)], SOME),
-     (make_whole_shampoo, SHAPES[:2], SOME)],
-)  # fmt: skip
+    [(make_shampoo, SHAPES, LAYOUTS), (make_whole_shampoo, SHAPES[:2], SOME)],
+)
 def test_sharded_equals_unsharded_in_every_layout(make_optimizer, shapes, layouts):
     """optimizers#149, #271, #278: refreshes at other steps on ranks, or after a resume."""
     assert_sharded_equals_unsharded(

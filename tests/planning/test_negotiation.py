@@ -398,7 +398,7 @@ def many_plans(*, reverse: bool) -> str:
     heads = (Demand(FullMatrix("(q h d) n -> (q h) d n", **axes), "step", "Muon"),)
     keys = {f"group {i}" for i in range(8)}  # a set: its order depends on the hash seed
     digests = []
-    for seed in range(10):
+    for seed in range(6):
         rng = random.Random(seed)
         params = [param("qkv", 3 * 64, 64, demands=heads), *draw_params(seed)]
         params += [
@@ -427,7 +427,7 @@ def test_every_process_computes_the_same_plan():
     )
     here = many_plans(reverse=False)
     assert child.stdout.strip() == here
-    assert len(set(here.split())) > 40
+    assert len(set(here.split())) > 24
 
 
 def test_shards_are_multiples_of_the_alignment():
