@@ -11,14 +11,14 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sharding.planning.structure import Elementwise, Structure, Unit
+from sharding.planning.structure import Elementwise, FullMatrix, Structure, Unit
 
 if TYPE_CHECKING:
     from vfsdp_optim.states.scratch import Scratch
@@ -357,27 +357,48 @@ def check_switches(group: dict[str, Any], where: str, keys: tuple[str, ...]) -> 
             raise ValueError(f"{where}: {key}: expected True or False, got {group[key]!r}")
 
 
-def check_betas(group: Mapping[str, Any], where: str) -> None:
-    """Raise ValueError for `betas` that are not two numbers from 0 to below 1."""
+def check_betas(group: Mapping[str, Any], where: str, *, sums: bool = False) -> None:
+    """Raise ValueError for `betas` that are not two numbers from 0 to below 1; the second may be 1
+    where that makes `sums` of averages."""
     betas = group["betas"]
     numbers = isinstance(betas, tuple | list) and all(
         isinstance(beta, int | float | Tensor) for beta in betas
     )
-    if not numbers or len(betas) != 2 or not all(0.0 <= float(beta) < 1.0 for beta in betas):
-        raise ValueError(f"{where}: betas: expected two numbers in [0, 1), got {betas!r}")
+    if numbers and len(betas) == 2:
+        first, second = map(float, betas)
+        if 0.0 <= first < 1.0 and (0.0 <= second < 1.0 or (sums and second == 1.0)):
+            return
+    sum_too = ", the second also 1, for sums" if sums else ""
+    raise ValueError(f"{where}: betas: expected two numbers in [0, 1){sum_too}, got {betas!r}")
 
 
 def check_schedule(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a value that torch's schedulers keep in a group and cannot use."""
     check_at_least_zero(group, where, tuple(key for key in _SCHEDULE_KEYS if key in group))
     if "betas" in group:
-        check_betas(group, where)
+        check_betas(group, where, sums=True)  # an algorithm that has them checks its own
+
+
+@lru_cache(maxsize=256)
+def read_matrices(matrices: str | None) -> FullMatrix:
+    """Return what the group key `matrices` says."""
+    return FullMatrix() if matrices is None else FullMatrix.parse(matrices)
+
+
+def check_matrices(group: dict[str, Any], where: str) -> None:
+    """Raise ValueError for a pattern in `matrices` that cannot be read; keep it in plain form."""
+    if group["matrices"] is not None:
+        try:
+            group["matrices"] = str(read_matrices(str(group["matrices"])))
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from None
 
 
 def check_is_matrix(
     group: Mapping[str, Any], shape: Sequence[int], fqn: str, does: str, call: str
 ) -> None:
-    """Raise ValueError for what is no matrix in a group that does not say where its matrices are.
+    """Raise ValueError for what is no matrix in a group that does not say where its matrices are,
+    and for a pattern in `matrices` that does not find any in it.
 
     Args:
         group: complete.
@@ -390,8 +411,12 @@ def check_is_matrix(
         raise ValueError(
             f"{fqn}: {does} matrices, and got shape {tuple(shape)} in a group without `matrices`; "
             f"build the groups with vfsdp_optim.{call}, or put the parameter into a group with "
-            'algorithm="adamw"'
+            'algorithm="adamw", or with a pattern such as matrices="e m n -> e m n"'
         )
+    try:
+        read_matrices(group["matrices"]).units(tuple(shape))
+    except ValueError as error:
+        raise ValueError(f"{fqn}: {error}") from None
 
 
 def check_state_dtype(group: dict[str, Any], where: str) -> None:

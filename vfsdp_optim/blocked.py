@@ -11,18 +11,20 @@ owns what. Nothing here reads a number on the host; what failed is told by a fla
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from sharding.planning.structure import FullMatrix, RowPanels, Structure
+from sharding.planning.structure import RowPanels, Structure
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
     UnitContext,
     check_at_least_zero,
     check_betas,
     check_is_matrix,
+    check_matrices,
+    read_matrices,
 )
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
@@ -179,33 +181,32 @@ class BlockedAlgorithm(MatrixAlgorithm):
     """An update rule that preconditions blocks of matrices, with decoupled weight decay.
 
     The gradient travels to the owner of a row panel, the update back; all states are there.
+
+    Attributes:
+        sums: whether the second of `betas` may be 1, which makes sums of averages.
     """
+
+    sums: ClassVar[bool] = False
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges and the size of blocks."""
         check_at_least_zero(group, where, ("lr", "eps", "weight_decay"))
-        check_betas(group, where)
+        check_betas(group, where, sums=self.sums)
         size = group["block_size"]
         if isinstance(size, list):
             size = group["block_size"] = tuple(size)
         numbers = size if isinstance(size, tuple) else (size,)
-        whole = all(isinstance(n, int) and not isinstance(n, bool) and n >= 1 for n in numbers)
-        if size is not None and not (whole and len(numbers) in (1, 2)):
+        if size is not None and not (all(map(is_count, numbers)) and len(numbers) in (1, 2)):
             raise ValueError(
                 f"{where}: block_size: expected a number of rows and columns >= 1, (rows, columns),"
                 f" or None for whole matrices, got {size!r}"
             )
-        frequency = group["precondition_frequency"]
-        if not isinstance(frequency, int) or frequency < 1:
+        if not is_count(group["precondition_frequency"]):
             raise ValueError(
                 f"{where}: precondition_frequency: expected a number of steps >= 1, got "
-                f"{frequency!r}"
+                f"{group['precondition_frequency']!r}; 1 decomposes every factor in every step"
             )
-        if group["matrices"] is not None:
-            try:
-                group["matrices"] = str(FullMatrix.parse(str(group["matrices"])))
-            except ValueError as error:
-                raise ValueError(f"{where}: {error}") from None
+        check_matrices(group, where)
 
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Refuse what is no matrix, unless the group says where its matrices are."""
@@ -265,10 +266,15 @@ def _structure(matrices: str | None, block_size: BlockSize) -> Structure:
         if matrices in (None, "o ... -> o (...)"):
             return RowPanels(rows)
         before, _, after = matrices.partition("->")
-        axes = after.split(";")[0].split()
-        if before.split() == axes and len(axes) > 2 and "..." not in axes:
+        axes = after.split()  # no sizes or row_splits behind them
+        if before.split() == axes and all(map(str.isidentifier, axes)):
             return RowPanels(rows, batch_dims=len(axes) - 2)
-    return FullMatrix() if matrices is None else FullMatrix.parse(matrices)
+    return read_matrices(matrices)
+
+
+def is_count(value: object) -> bool:
+    """Return whether a value is an integer from 1 on."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
 def refuse_ignore(on_nonfinite: str) -> None:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +16,11 @@ from vfsdp_optim.algorithm import (
     UnitContext,
     check_at_least_zero,
     check_is_matrix,
+    check_matrices,
     check_state_dtype,
     check_switches,
     constructor_defaults,
+    read_matrices,
 )
 from vfsdp_optim.matrix_optimizer import MatrixOptimizer
 from vfsdp_optim.newton_schulz import (
@@ -73,10 +74,9 @@ class MuonAlgorithm(MatrixAlgorithm):
         check_state_dtype(group, where)
         try:
             coefficient_schedule(group["ns_coefficients"], group["ns_steps"])
-            if group["matrices"] is not None:
-                group["matrices"] = str(_parse(str(group["matrices"])))
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from None
+        check_matrices(group, where)
 
     def check_param(self, group: dict[str, Any], shape: torch.Size, fqn: str) -> None:
         """Refuse what is no matrix, unless the group says where its matrices are."""
@@ -89,7 +89,7 @@ class MuonAlgorithm(MatrixAlgorithm):
 
     def structure(self, group: dict[str, Any], shape: torch.Size) -> FullMatrix:
         """Return where the matrices of a parameter are."""
-        return _parse(group["matrices"])
+        return read_matrices(group["matrices"])
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update the momentum and decay the parameters, in place."""
@@ -266,8 +266,3 @@ def _newton_schulz_dtype(group: dict[str, Any], device: torch.device) -> torch.d
     # By device type, never probed: the bits must not depend on the speed of a host.
     default = torch.bfloat16 if device.type == "cuda" else torch.float32
     return group["ns_dtype"] or default
-
-
-@lru_cache(maxsize=256)
-def _parse(matrices: str | None) -> FullMatrix:
-    return FullMatrix() if matrices is None else FullMatrix.parse(matrices)

@@ -26,6 +26,7 @@ from vfsdp_optim.blocked import (
     correction_of,
     count_failures,
     factor_shapes,
+    is_count,
     keep_found,
     picked,
     refuse_ignore,
@@ -43,6 +44,7 @@ class ShampooAlgorithm(BlockedAlgorithm):
     """The update rule of `Shampoo`."""
 
     name = "shampoo"
+    sums = True
     structural_keys = ("matrices", "block_size", "grafting")
     as_torch: ClassVar[Mapping[str, Any]] = {}
 
@@ -56,9 +58,10 @@ class ShampooAlgorithm(BlockedAlgorithm):
             if group[key] not in choices:
                 raise ValueError(f"{where}: {key}: expected one of {choices}, got {group[key]!r}")
         start = group["start_preconditioning_step"]
-        if start is not None and (not isinstance(start, int) or start < 1):
+        if start is not None and not is_count(start):
             raise ValueError(
-                f"{where}: start_preconditioning_step: expected a step >= 1 or None, got {start!r}"
+                f"{where}: start_preconditioning_step: expected a step >= 1, or None for the first,"
+                f" got {start!r}"
             )
         if group["grafting"] is None and start not in (None, 1):
             raise ValueError(
@@ -181,7 +184,8 @@ class Shampoo(MatrixOptimizer):
         params: matrices, named matrices or groups; `param_groups(model, algorithm="shampoo")` makes
             groups of a whole model.
         lr: learning rate.
-        betas: decay of the average of gradients, and of those of squares and products.
+        betas: decay of the average of gradients, and of those of squares and products. A second of
+            1 makes sums of those, as in the first paper and in AdaGrad.
         eps: added to the root of Adam's second moment; its square is the least that is added to
             the eigenvalues of factors. Relative to the largest, n x 1.2e-7 is added.
         weight_decay: decoupled: each step scales parameters by 1 - lr * weight_decay.

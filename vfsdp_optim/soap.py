@@ -25,6 +25,7 @@ from vfsdp_optim.blocked import (
     blocks_in,
     count_failures,
     factor_shapes,
+    is_count,
     keep_found,
     picked,
     refuse_ignore,
@@ -54,10 +55,10 @@ class SOAPAlgorithm(BlockedAlgorithm):
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges."""
         super().check_group(group, where)
-        if not isinstance(group["max_dim"], int) or group["max_dim"] < 0:
+        if not is_count(group["max_dim"]):
             raise ValueError(
-                f"{where}: max_dim: expected a number of rows or columns >= 0, got "
-                f"{group['max_dim']!r}"
+                f"{where}: max_dim: expected a number of rows or columns >= 1, got "
+                f'{group["max_dim"]!r}; without any basis it is Adam: algorithm="adamw"'
             )
         beta = group["shampoo_beta"]
         if beta is not None and not (isinstance(beta, int | float) and 0 <= beta < 1):

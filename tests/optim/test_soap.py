@@ -47,7 +47,7 @@ def written_out(weight: Tensor, grads: list[Tensor], *, frequency: int, sides: s
     return weight
 
 
-@pytest.mark.parametrize(("max_dim", "sides"), [(100, "lr"), (8, "r"), (0, "")])
+@pytest.mark.parametrize(("max_dim", "sides"), [(100, "lr"), (8, "r"), (1, "")])
 def test_steps_are_the_published_order_over_changes_of_bases(max_dim, sides):
     """Emerging-Optimizers#68, HeavyBall#40. Later gradients swap the largest eigenvalues."""
     generator = torch.Generator().manual_seed(5)
@@ -108,12 +108,17 @@ def test_sharded_equals_unsharded_in_every_layout(make_optimizer, shapes, layout
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        (dict(max_dim=-1), "max_dim: expected a number of rows or columns >= 0, got -1"),
-        (dict(shampoo_beta=1.0), "shampoo_beta: expected a number in [0, 1) or None"),
-        (dict(block_size="all"), "block_size: expected a number of rows and columns >= 1"),
-        (dict(on_nonfinite="ignore"), 'on_nonfinite="ignore" would leave infinities'),
+        (dict(max_dim=0),
+         "max_dim: expected a number of rows or columns >= 1, got 0; without any basis it is Adam: "
+         'algorithm="adamw"'),
+        (dict(shampoo_beta=1.0),
+         "shampoo_beta: expected a number in [0, 1) or None for betas[1], got 1.0"),
+        (dict(betas=(0.9, 1.0)), "betas: expected two numbers in [0, 1), got (0.9, 1.0)"),
+        (dict(block_size="all"),
+         "block_size: expected a number of rows and columns >= 1, (rows, columns), or None for "
+         "whole matrices, got 'all'"),
     ],
-)
-def test_bad_options_are_refused_by_name(options, error):
-    with pytest.raises(ValueError, match=re.escape(error)):
+)  # fmt: skip
+def test_bad_options_are_refused_by_name_with_the_cure(options, error):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'param group 0: {error}')}$"):
         SOAP([nn.Parameter(torch.ones(4, 4))], **options)

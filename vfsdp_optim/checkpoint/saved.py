@@ -173,8 +173,8 @@ def _hyper_parameters(
                 )
             if isinstance(number, int | float | Tensor) and not _is_finite(number):
                 raise ValueError(f"{where}: {key}: expected finite numbers, got {value!r}")
-    check_schedule(loaded, where)
     algorithm.check_group({**group, **loaded}, where)
+    check_schedule(loaded, where)
     return loaded
 
 
