@@ -51,18 +51,20 @@ def cells(table: str, optimizer: str, layout: str) -> list[str]:
 
 
 def test_verify_passes_for_ours_and_measures_beside_fsdp2():
-    result = run("--steps", "2")
+    assert verify.parse_arguments([]).optimizer == ["adamw", "muon"]
+    result = run("--steps", "2", "--optimizer", "adamw", "muon", "shampoo", "soap")
     assert result.returncode == 0, result.stdout + result.stderr
     ours = cells(result.stdout, "Muon", "ours")
     theirs = cells(result.stdout, "torch.optim.AdamW", "fsdp2")
-    on_theirs = [cells(result.stdout, name, "fsdp2")[2] for name in ("AdamW", "Muon")]
-    assert [ours[2], theirs[2], *on_theirs] == ["yes"] * 4
+    names = ("AdamW", "Muon", "Shampoo", "SOAP")
+    on_both = [cells(result.stdout, n, layout)[2] for n in names for layout in ("ours", "fsdp2")]
+    assert [theirs[2], *on_both] == ["yes"] * 9
     assert len(ours[3]) == 8
     assert all(float(cell.replace(",", "")) > 0 for row in (ours, theirs) for cell in row[4:8])
     assert cells(result.stdout, "torch.optim.Muon + AdamW", "fsdp2")[2] == "no"
     text = "torch.optim.Muon + AdamW on FSDP2, for comparison:\nfirst difference: step 1"
     assert text in result.stdout
-    assert result.stdout.endswith("equal, bit by bit: AdamW, Muon\n")
+    assert result.stdout.endswith("equal, bit by bit: AdamW, Muon, Shampoo, SOAP\n")
     assert "not counted" not in result.stderr
 
 

@@ -128,14 +128,14 @@ def _torch_adamw(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(module.parameters(), lr=1e-3, foreach=True)
 
 
-# name -> (ours, torch's beside it on FSDP2). FSDP2 cuts inside blocks of 8-bit states.
-VERIFIED_OPTIMIZERS: dict[str, tuple[MakeOptimizer, MakeOptimizer | None]] = {
-    "adamw": (_adamw, _torch_adamw),
-    "muon": (_muon, _MuonAndAdamW),  # type: ignore[dict-item]
-    "adamw_8bit": (partial(_adamw, states="8bit"), None),
-    "muon_8bit": (partial(_muon, states="8bit"), None),
-    "shampoo": (_shampoo, None),
-    "soap": (_soap, None),
+# name -> ours, and what runs on FSDP2, torch's beside it: FSDP2 cuts inside blocks of 8-bit states.
+VERIFIED_OPTIMIZERS: dict[str, tuple[MakeOptimizer, tuple[MakeOptimizer, ...]]] = {
+    "adamw": (_adamw, (_adamw, _torch_adamw)),
+    "muon": (_muon, (_muon, _MuonAndAdamW)),  # type: ignore[dict-item]
+    "adamw_8bit": (partial(_adamw, states="8bit"), ()),
+    "muon_8bit": (partial(_muon, states="8bit"), ()),
+    "shampoo": (_shampoo, (_shampoo,)),
+    "soap": (_soap, (_soap,)),
 }
 
 
@@ -449,13 +449,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     make_model = named_factory(arguments.model) if arguments.model else default_model
     mine: list[Row] = []
     for name in arguments.optimizer:
-        ours, theirs = (
-            VERIFIED_OPTIMIZERS.get(name) or (named_factory(name, *VERIFIED_OPTIMIZERS),) * 2
-        )
-        pairs = [("ours", ours)]
-        if theirs is not None:
-            pairs += [("fsdp2", make) for make in dict.fromkeys((ours, theirs))]
-        for layout, make in pairs:
+        if name in VERIFIED_OPTIMIZERS:
+            ours, on_fsdp2 = VERIFIED_OPTIMIZERS[name]
+        else:
+            ours = named_factory(name, *VERIFIED_OPTIMIZERS)
+            on_fsdp2 = (ours,)
+        for layout, make in [("ours", ours), *(("fsdp2", make) for make in on_fsdp2)]:
             if layout not in arguments.layout:
                 continue
             mine.append(
