@@ -244,8 +244,21 @@ class MatrixAlgorithm(Algorithm):
     Between the parts stands one tensor per parameter, the input of the matrix part, and one comes
     back: the update, which is added to the parameter with a factor. Both travel in `wire_dtype`.
     `unit_states` declares what a unit keeps where it is computed: there is one copy of it, on its
-    owner, and it never travels in a step.
+    owner, and it never travels in a step. Unless a subclass says otherwise, that is all that is
+    kept, the input is the gradient, the factor is -lr, and the element-wise part is a decoupled
+    weight decay.
     """
+
+    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return nothing: states are those of units."""
+        return ()
+
+    def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
+        """Decay the parameters."""
+        decay = 1 - float(group["lr"]) * group.get("weight_decay", 0.0)
+        if decay != 1:
+            for param, _, _ in run.chunks(scratch):
+                param.mul_(decay)
 
     def unit_states(self, group: dict[str, Any], unit: Unit) -> Mapping[str, UnitState]:
         """Return the states of one matrix of a unit, by key; the keys are one set per group."""
@@ -255,11 +268,11 @@ class MatrixAlgorithm(Algorithm):
         """Return the dtype in which inputs and updates of the matrix part are exchanged."""
         return torch.float32
 
-    @abstractmethod
     def write_input(
         self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
     ) -> None:
         """Write the input of the matrix part for some elements, all 1-D; `out` has wire dtype."""
+        out.copy_(grad)
 
     @abstractmethod
     def matrix_update(
@@ -267,9 +280,9 @@ class MatrixAlgorithm(Algorithm):
     ) -> Tensor:
         """Return the update (m, n) for the input (m, n) of one matrix; it may lie in `scratch`."""
 
-    @abstractmethod
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return the factor an update is added with, from the logical shape of its matrix."""
+        return -float(group["lr"])
 
     def scale(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return what the learning rate of a matrix is multiplied by, for tables."""

@@ -218,21 +218,15 @@ class BlockedAlgorithm(MatrixAlgorithm):
         """Return True: averages are corrected for their start at zero."""
         return True
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """Return nothing: every state is a unit's."""
-        return ()
-
     def structure(self, group: dict[str, Any], shape: torch.Size) -> Structure:
         """Return panels of rows as high as a block; whole matrices where those are no runs of
         rows, or are not cut into blocks."""
         return _structure(group["matrices"], group["block_size"])
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
-        """Decay the parameters."""
-        decay = 1 - float(group["lr"]) * group["weight_decay"]
-        if decay != 1 and self.decays(run):
-            for param, _, _ in run.chunks(scratch):
-                param.mul_(decay)
+        """Decay the parameters, but not in a step that changes nothing else."""
+        if self.decays(run):
+            super().update_run(group, run, scratch)
 
     def decays(self, run: Run) -> bool:
         """Return whether weights decay in this step."""
@@ -243,10 +237,6 @@ class BlockedAlgorithm(MatrixAlgorithm):
     ) -> None:
         """Write the gradient, bounded: the square of one larger would make factors infinite."""
         out.copy_(grad).clamp_(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
-
-    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
-        """Return the negative learning rate."""
-        return -float(group["lr"])
 
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         """Return the multiply-adds of a mean step: products with factors, and their decomposition

@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 import vfsdp_optim
 from examples.lion import Lion, LionAlgorithm
+from examples.one_sided_shampoo import OneSidedShampoo
 from sharding import Elementwise, RowPanels
 from vfsdp_optim import Muon
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
+from vfsdp_optim.testing.trial import Parameters
 
 # Rows that no number of ranks divides, a vector, an empty one, and one that is kept in 8 bits.
 SHAPES = [(37, 7), (5, 13, 3), (11,), (0, 3), (96, 64)]
@@ -50,9 +52,6 @@ class PanelNorm(MatrixAlgorithm):
     ) -> Tensor:
         return matrix / matrix.norm().clamp_min(1e-12)
 
-    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
-        return -group["lr"]
-
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         return rows * cols
 
@@ -69,6 +68,15 @@ def make_panels(module: nn.Module) -> StructuredOptimizer:
     return StructuredOptimizer(module.named_parameters(), PanelNorm())
 
 
+def make_one_sided(module: nn.Module, **options: Any) -> StructuredOptimizer:
+    own = {"lr": 0.05, "rows": 8, "every": 3, "weight_decay": 0.1, **options}
+    return StructuredOptimizer(module.named_parameters(), OneSidedShampoo(**own))
+
+
+def make_8bit_one_sided(module: nn.Module) -> StructuredOptimizer:
+    return make_one_sided(module, rows=16, states="8bit")
+
+
 def make_three_in_one(module: nn.Module) -> Muon:
     """Muon, AdamW, Lion and panels in one object."""
     matrices, *others = module.named_parameters()
@@ -83,7 +91,9 @@ def make_three_in_one(module: nn.Module) -> Muon:
     )
 
 
-@pytest.mark.parametrize("make_optimizer", [make_lion, make_panels, make_three_in_one])
+@pytest.mark.parametrize(
+    "make_optimizer", [make_lion, make_panels, make_one_sided, make_three_in_one]
+)
 def test_algorithm_from_outside_is_exact_in_every_layout(make_optimizer):
     assert_sharded_equals_unsharded(
         make_optimizer, shapes=SHAPES, layouts=LAYOUTS, world_sizes=(3, 4)
@@ -91,11 +101,12 @@ def test_algorithm_from_outside_is_exact_in_every_layout(make_optimizer):
     assert_resume_is_exact(make_optimizer, shapes=SHAPES, layouts=("ours", "fsdp2", "ours_hsdp"))
 
 
-def test_algorithm_from_outside_keeps_its_states_in_8_bits():
+@pytest.mark.parametrize("make_optimizer", [make_8bit_lion, make_8bit_one_sided])
+def test_algorithm_from_outside_keeps_its_states_in_8_bits(make_optimizer):
     assert_sharded_equals_unsharded(
-        make_8bit_lion, shapes=SHAPES, layouts=("ours", "negotiated"), world_sizes=(1, 2)
+        make_optimizer, shapes=SHAPES, layouts=("ours", "negotiated"), world_sizes=(1, 2)
     )
-    assert_resume_is_exact(make_8bit_lion, shapes=SHAPES, layouts="ours")
+    assert_resume_is_exact(make_optimizer, shapes=SHAPES, layouts="ours")
 
 
 def test_panels_are_updated_and_not_only_their_momentum():
@@ -123,6 +134,26 @@ def test_lion_is_lion():
         param = param - 0.1 * (torch.sign(0.9 * moment + 0.1 * grad) + 0.5 * param)
         moment = 0.99 * moment + 0.01 * grad
     torch.testing.assert_close(held.data, param)
+
+
+def test_one_sided_shampoo_is_one_sided():
+    """Each panel of 4 rows by itself, written out in float64; the second takes its turn later."""
+    generator = torch.Generator().manual_seed(1)
+    grads = [torch.randn(8, 6, generator=generator) for _ in range(5)]
+    held = nn.Parameter(torch.zeros(8, 6))
+    optimizer = make_one_sided(Parameters({"w": held}), rows=4, weight_decay=0.0)
+    for grad in grads:
+        held.grad = grad.clone()
+        optimizer.step()
+    for index, rows in enumerate((slice(0, 4), slice(4, 8))):
+        average, left, weight = torch.zeros(4, 6), torch.zeros(4, 4).double(), torch.zeros(4, 6)
+        for step, grad in enumerate((grad[rows].double() for grad in grads), start=1):
+            average, left = 0.9 * average + 0.1 * grad, 0.95 * left + 0.05 * grad @ grad.T
+            if step == 1 or (step - index) % 3 == 0:
+                values, vectors = torch.linalg.eigh(left / (1 - 0.95**step))
+                root = (vectors * values**-0.5) @ vectors.T
+            weight = weight - 0.05 * root @ average / (1 - 0.9**step)
+        torch.testing.assert_close(held.data[rows], weight.float(), rtol=1e-3, atol=1e-4)
 
 
 def test_algorithm_that_would_leave_its_units_alone_is_refused():
@@ -158,9 +189,15 @@ def test_another_algorithm_of_the_same_name_is_refused():
 def test_page_shows_the_example_and_its_code_runs():
     root = Path(__file__).parents[2]
     page = (root / "docs" / "write-an-optimizer.md").read_text()
-    lion, check, several = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    lion, check, one_sided, check_too, several = re.findall(
+        r"```python\n(.*?)```", page, flags=re.DOTALL
+    )
     assert lion == (root / "examples" / "lion.py").read_text()
-    exec(compile(check, "write-an-optimizer.md", "exec"), {"Lion": Lion})
+    assert one_sided == (root / "examples" / "one_sided_shampoo.py").read_text()
+    own = {
+        "Lion": Lion, "OneSidedShampoo": OneSidedShampoo, "StructuredOptimizer": StructuredOptimizer
+    }  # fmt: skip
+    exec(compile(check + check_too, "write-an-optimizer.md", "exec"), own)
     names = ("matrices", "embeddings", "vectors")
     params = {name: [nn.Parameter(torch.ones(4, 4))] for name in names}
     scope = {"vfsdp_optim": vfsdp_optim, "LionAlgorithm": LionAlgorithm, **params}

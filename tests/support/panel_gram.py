@@ -22,9 +22,6 @@ class PanelGram(MatrixAlgorithm):
     def counts_steps(self, group: dict[str, Any]) -> bool:
         return True
 
-    def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
-        return ()
-
     def structure(self, group: dict[str, Any], shape: torch.Size) -> RowPanels:
         return RowPanels(8)
 
@@ -34,15 +31,6 @@ class PanelGram(MatrixAlgorithm):
             "moment": UnitState((unit.rows, unit.cols), compressible=True),
             "largest": UnitState((1,), nonnegative=True),
         }
-
-    def update_run(self, group: dict[str, Any], run: Any, scratch: Any) -> None:
-        for param, _, _ in run.chunks(scratch):
-            param.mul_(1 - group["lr"] * group["weight_decay"])
-
-    def write_input(
-        self, group: dict[str, Any], grad: Tensor, states: dict[str, Tensor], out: Tensor
-    ) -> None:
-        out.copy_(grad)
 
     def matrix_update(
         self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Any
@@ -54,9 +42,6 @@ class PanelGram(MatrixAlgorithm):
         scale = gram.trace().div(1 - 0.95**context.step).sqrt() + largest + 1e-8
         # A number of the unit, so that a wrong one cannot stay unseen.
         return moment.div(scale).mul_(1 + (context.index % 3) / 8)
-
-    def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
-        return -group["lr"]
 
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         return rows * rows * cols
