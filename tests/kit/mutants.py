@@ -1,6 +1,6 @@
 """Optimizers with one planted fault each: right on full tensors, wrong on shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -8,23 +8,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from sharding.planning.structure import Elementwise, Structure
+from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.algorithm import Algorithm
 from vfsdp_optim.muon import MuonAlgorithm
 from vfsdp_optim.newton_schulz import orthogonalize
 from vfsdp_optim.optimizer import StructuredOptimizer
+from vfsdp_optim.shampoo import ShampooAlgorithm
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.nonfinite import Skip
 from vfsdp_optim.step.runs import Run
 from vfsdp_optim.step.sharded_units import ShardedMatrices
 
 
-def make_groups(module: nn.Module, *, muon: bool) -> list[dict[str, Any]]:
-    """Matrices to Muon if there is any, the rest to AdamW."""
-    groups: dict[str, list[Any]] = {"muon": [], "adamw": []}
+def make_groups(module: nn.Module, matrices: str) -> list[dict[str, Any]]:
+    """Matrices to the algorithm that is named, the rest to AdamW."""
+    groups: dict[str, list[Any]] = {matrices: [], "adamw": []}
     for name, param in module.named_parameters():
-        groups["muon" if muon and param.dim() == 2 else "adamw"].append((name, param))
+        groups[matrices if param.dim() == 2 else "adamw"].append((name, param))
     options = dict(lr=0.1, weight_decay=0.5)
     return [{"params": p, "algorithm": a, **options} for a, p in groups.items() if p]
 
@@ -45,10 +47,13 @@ def plant(cls: type) -> type:
             return cls(module.named_parameters(), lr=0.1, weight_decay=0.5)
         kind = cls if issubclass(cls, StructuredOptimizer) else StructuredOptimizer
         algorithms: list[Algorithm] = [MuonAlgorithm(), AdamWAlgorithm()]
+        if issubclass(cls, KeepsFactors):
+            algorithms[0] = ShampooAlgorithm(block_size=(4, 8), precondition_frequency=2)
         if issubclass(cls, Algorithm):
             algorithms = [cls() if isinstance(cls(), type(a)) else a for a in algorithms]
-        muon = not issubclass(cls, AdamWAlgorithm | OnlyAdamW)
-        return kind(make_groups(module, muon=muon), *algorithms, **getattr(cls, "options", {}))
+        alone = issubclass(cls, AdamWAlgorithm | OnlyAdamW)
+        groups = make_groups(module, "adamw" if alone else algorithms[0].name)
+        return kind(groups, *algorithms, **getattr(cls, "options", {}))
 
     MUTANTS[cls.__name__] = make
     return cls
@@ -56,6 +61,17 @@ def plant(cls: type) -> type:
 
 class OnlyAdamW(StructuredOptimizer):
     """Is not tried with matrices that travel: ranks that decide differently would hang."""
+
+
+class KeepsFactors(StructuredOptimizer):
+    """Has Shampoo for matrices, and so states of units, each on one rank."""
+
+    def factors(self) -> Iterator[tuple[dict[str, Any], str, RaggedDTensor]]:
+        """Yield those that there are on shards: the state they stand in, their key, themselves."""
+        for state in self._states.values():
+            for key, value in list(state.items()):
+                if key.startswith("left.") and isinstance(value, RaggedDTensor):
+                    yield state, key, value
 
 
 @plant
@@ -400,3 +416,53 @@ class CountInTheGroup(Keeps):
 
     def keep(self, group, param: Tensor, grad: Tensor, ranked: bool) -> None:
         group["k"] = group.get("k", 0) + (grad.numel() > 0)
+
+
+@plant
+class FactorsAreLostOnResume(KeepsFactors):
+    """torchtitan#811: keys that name other ranks are passed over in silence."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        super().load_state_dict(state_dict)
+        for _, _, factor in self.factors():
+            factor.zero_()
+
+
+@plant
+class FactorsStartAnewWhenAGroupComes(KeepsFactors):
+    """What computes units is made again for the new group, and allocates their states again."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for _, _, factor in self.factors():
+            factor.zero_()
+
+
+@plant
+class OwnerMovesWithoutItsFactors(KeepsFactors):
+    """Owners are dealt again when a group comes; the next rank finds zeros where factors were."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        for state, key, factor in self.factors():
+            mesh, numel = factor.device_mesh, factor.numel()
+            held = [stop - start for start, stop in factor.placement.ranges(numel)]
+            after = held[-1:] + held[:-1]
+            placement = RaggedShard(range(factor.dim()), after, 1)
+            zeros = torch.zeros(after[mesh.get_local_rank()])
+            state[key] = RaggedDTensor.from_local(zeros, mesh, placement, factor.shape)
+
+
+@plant
+class SkippedStepsResetFactors(KeepsFactors):
+    """A step that is left out undoes parameters, and gives back factors as they were made."""
+
+    options: ClassVar[dict[str, Any]] = dict(on_nonfinite="skip")
+
+    def step(self, closure: Any = None) -> Any:
+        before = self.skipped_steps
+        loss = super().step(closure)
+        if self.skipped_steps > before:
+            for _, _, factor in self.factors():
+                factor.zero_()
+        return loss

@@ -13,7 +13,7 @@ from vfsdp_optim.testing.differences import DifferenceError
 REPORT = re.compile(
     r"\w+ on \d ranks? in layout ('ours'|drawn RaggedShards) is not the unsharded optimizer\n"
     r"first difference: (the save after )?step \d+, "
-    r"(parameter 'p\d+', (state '\w+(\[\d\])?'|option '\w+' of its group|the parameter)|"
+    r"(parameter 'p\d+', (state '\w+(\[\d\]|\.\d+)?'|option '\w+' of its group|the parameter)|"
     r"beside all parameters, state \"\w+\['\w+'\]\")"
 )
 
