@@ -7,7 +7,8 @@ Candidates take turns in the same processes with one thread each, and only ratio
 spike is the longest of 30 steps over their median: roots are computed once in 10 steps, and blocks
 take turns. Those 30 steps are timed three times, and a step counts with its shortest time: what a
 neighbour on the machine takes is no property of the step. The minimum of bytes is what each owner
-does not hold of its panels, there and back.
+does not hold of its panels, there and back. Beside it stand distances from the unsharded update,
+of ours and of what others do: see shampoo_elsewhere.py.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 import vfsdp_optim
 from muon_step import Shape, model_of, set_gradients, sharded, total
+from shampoo_elsewhere import INSTALLED, MISSING, distances, time_ratio
 from sharding.report import render_table
 from turns import Row, launch, ratios, take_turns, timed
 from vfsdp_optim.testing.wire import WireBytes
@@ -114,11 +116,16 @@ def main() -> None:
     arguments = parse_arguments()
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     times, raw, line = measure(arguments, mesh)
+    away = distances(arguments.optimizer, mesh)
+    timed = [("step of sharded / unsharded", times)]
+    if INSTALLED and arguments.optimizer == "Shampoo":
+        beside = time_ratio(SHAPES, mesh, arguments.rounds)
+        timed.append(("facebookresearch's on FSDP2 / ours", beside))
     if dist.get_rank() != 0:
         return
     title = f"{arguments.optimizer}, {mesh.size()} ranks, 1 thread each, {len(SHAPES)} matrices"
-    row = ["step of sharded / unsharded", *(f"{x:.2f}" for x in times)]
-    print(render_table(title, ["ratio of times", "25 %", "median", "75 %"], [row]))
+    rows = [[name, *(f"{x:.2f}" for x in row)] for name, row in timed]
+    print(render_table(title, ["ratio of times", "25 %", "median", "75 %"], rows))
     counted = [
         ("longest of 30 steps / median", f"{line['spike']:.2f}"),
         ("the same, in a single run", f"{raw:.2f}"),
@@ -126,6 +133,10 @@ def main() -> None:
         ("bytes sent / least", f"{line['wire_ratio']:.4f}"),
     ]
     print(render_table("beside it", ["", "ratio"], [list(row) for row in counted]))
+    wrong = [[name, f"{100 * x:.1f} %"] for name, x in away]
+    print(render_table("10 steps", ["update", "away from the unsharded one"], wrong))
+    if not INSTALLED:
+        print(MISSING)
     if arguments.json:
         print(json.dumps(line))
 
