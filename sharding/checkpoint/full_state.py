@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from sharding.checkpoint.load_checks import EXTRA_STATE
-from sharding.checkpoint.matching import match_parameters
+from sharding.checkpoint.matching import brought_names, match_parameters
 from sharding.checkpoint.names import plain_names
 from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
@@ -79,7 +79,7 @@ def load_full_state_dict(
         state: Without an optimizer, the model's state dict; with one,
             `{"model": ..., "optimizer": ...}`, where the latter has "state" and "param_groups" by
             index (matched by `param_names` where both sides have them, else by position) or by the
-            parameters' names in the model.
+            parameters' names in the model. Groups without `param_names` get those that were saved.
         broadcast_from_rank0: Only the first rank of the mesh has the state; on the others `state`
             is not read and may be None. Tensors are sent one at a time, to each rank its range.
 
@@ -311,9 +311,12 @@ def _load_optimizer(
         outline["param_groups"], own_groups, _names_in_model(model, own_groups), where
     )
     check_owned(outline, where)
+    brought = brought_names(outline["param_groups"], own_groups, match)
     groups, states = [], {}
     number = 0
-    for places, source, group in zip(match.places, match.sources, own_groups, strict=True):
+    for g, (places, source, group) in enumerate(
+        zip(match.places, match.sources, own_groups, strict=True)
+    ):
         saved = group if source is None else outline["param_groups"][source]
         numbers = []
         for (s, i), param in zip(places, group["params"], strict=True):
@@ -329,7 +332,8 @@ def _load_optimizer(
             numbers.append(number)
             number += 1
         kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
-        groups.append({**kept, "params": numbers})
+        names = {} if brought is None else {"param_names": brought[g]}
+        groups.append({**kept, **names, "params": numbers})
     optimizer.load_state_dict({"state": states, "param_groups": groups})
 
 

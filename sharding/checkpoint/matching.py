@@ -59,7 +59,7 @@ def match_parameters(
         >>> match_parameters([{"params": ["b"]}, {"params": ["v"]}], own)
         Match(places=(((1, 0),), ((0, 0),)), sources=(1, 0))
     """
-    names = saved_names(saved)
+    names = _saved_names(saved)
     if names is not None and _are_ids(saved):
         text = set(plain_names([name for group in names for name in group]))
         if names_in_model is not None:
@@ -72,7 +72,18 @@ def match_parameters(
     return _by_position(saved, own, where)
 
 
-def saved_names(saved: Groups) -> list[list[str]] | None:
+def brought_names(saved: Groups, own: Groups, match: Match) -> list[list[str]] | None:
+    """Return the names that saved groups give to those of an optimizer without any, as torch takes
+    them over, by group and parameter; None where the one lack them or the other have them."""
+    if any("param_names" in group for group in own):
+        return None  # they are the parameters', in the order of the parameters
+    if not all("param_names" in group for group in saved):
+        return None
+    names = _saved_names(saved) or []
+    return [[names[group][i] for group, i in places] for places in match.places]
+
+
+def _saved_names(saved: Groups) -> list[list[str]] | None:
     """Return the names of the saved parameters, by group; None where they have none.
 
     torch's state-dict functions, whose ids are names, order `params` as the optimizer does and

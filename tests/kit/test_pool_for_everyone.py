@@ -64,10 +64,12 @@ def test_without_cloudpickle_the_error_names_the_cure(monkeypatch):
         assert ranks.run(os.getppid, 1) != [os.getppid()]
 
 
-def test_pool_is_empty_after_the_context():
+def test_ranks_serve_all_world_sizes_and_end_with_the_context():
+    """Started anew for each, a case at several world sizes would take seconds."""
     with RankPool() as ranks:
-        ranks.run(os.getpid, 2)
-        assert len(ranks.pids()) == 2
+        first = ranks.run(os.getpid, 3)
+        assert list(ranks.pids().values()) == first
+        assert [ranks.run(os.getpid, size) for size in (1, 2, 3)] == [first[:1], first[:2], first]
     assert ranks.pids() == {}
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from sharding.checkpoint.matching import Match, match_parameters, saved_names
+from sharding.checkpoint.matching import Match, brought_names, match_parameters
 
 
 class Shaped:
@@ -27,6 +27,7 @@ def own(*names: list[str]) -> list[dict[str, Any]]:
 
 
 SWAPPED = Match((((1, 0),), ((0, 1), (0, 0))), (1, 0))
+SWAPPED_NAMES = [["b"], ["a", "c"]]
 IN_ORDER = Match((((0, 0),), ((1, 0), (1, 1))), (0, 1))
 TIED = [[["b"]], [["x", "a"], ["c"]]]  # names in the model of the parameters of two groups
 
@@ -98,8 +99,16 @@ def test_what_does_not_match_is_refused(saved, present, in_model, error):
         match_parameters(saved, present, in_model, "at: ")
 
 
-def test_saved_names_are_ids_that_are_text_else_param_names():
-    named = groups(["c", "a"], names=[["a", "c"]])
-    assert saved_names(named) == [["c", "a"]]
-    assert saved_names(groups([0, 1], names=[["a", "c"]])) == [["a", "c"]]
-    assert saved_names(groups([0, 1])) is None
+@pytest.mark.parametrize(
+    ("saved", "present", "expected"),
+    [
+        # Ids that are text are the names: torch's functions leave `param_names` in another order.
+        (groups(["c", "a"], ["b"], names=[["a", "c"], ["b"]]), groups([0], [1, 2]), SWAPPED_NAMES),
+        (groups([0, 1], [2], names=[["c", "a"], ["b"]]), groups([0], [1, 2]), SWAPPED_NAMES),
+        (groups([0, 1], [2]), groups([0], [1, 2]), None),
+        (groups(["c", "a"], ["b"]), groups([0], [1, 2]), None),
+        (groups([0, 1], [2], names=[["c", "a"], ["b"]]), own(["x"], ["y", "z"]), None),
+    ],
+)
+def test_names_come_with_a_saved_state_to_groups_without_any(saved, present, expected):
+    assert brought_names(saved, present, SWAPPED) == expected

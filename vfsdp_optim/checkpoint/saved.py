@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.checkpoint.matching import match_parameters, saved_names
+from sharding.checkpoint.matching import brought_names, match_parameters
 from sharding.checkpoint.optimizer_checks import check_built, check_owned
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, check_schedule, plain_value
 from vfsdp_optim.checkpoint.bitsandbytes_states import from_bitsandbytes, is_bitsandbytes
@@ -103,7 +103,7 @@ class Checkpoint:
             _hyper_parameters(f"param group {g}", group, source, algorithms[group["algorithm"]])
             for g, (group, source) in enumerate(zip(groups, sources, strict=True))
         ]
-        if brought := _brought_names(saved, groups):
+        if brought := brought_names(saved, groups, match):
             for loaded, own in zip(self.hyper_parameters, brought, strict=True):
                 loaded["param_names"] = own
         self.states: dict[Tensor, dict[str, Any]] = {}
@@ -193,15 +193,6 @@ def _with_dtypes(group: Mapping[str, Any]) -> dict[str, Any]:
 def _dtype(text: str) -> Any:
     named = getattr(torch, text.removeprefix("torch."), None)
     return named if text.startswith("torch.") and isinstance(named, torch.dtype) else text
-
-
-def _brought_names(
-    saved: list[dict[str, Any]], groups: list[dict[str, Any]]
-) -> list[list[str]] | None:
-    """Return the names that a checkpoint gives to groups without any, as torch takes them over."""
-    if any("param_names" in group for group in groups):
-        return None  # they are the parameters', in the order of the parameters
-    return saved_names(saved) if all("param_names" in group for group in saved) else None
 
 
 def _check_structural(
