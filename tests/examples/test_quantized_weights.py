@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from as_script import run_script
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from as_script import run_script
 from examples.quantized_weights import ROWS, make_model, train
 from ranks import run_ranks
 from vfsdp_optim import Muon, param_groups

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from as_script import EXAMPLES, run_script
 
+from as_script import EXAMPLES, run_script
 from examples.checkpoints import check, delete, whole
 
 TINY = ["--size", "tiny", "--steps", "10", "--save-every", "5"]
