@@ -25,7 +25,7 @@ ORDER = {
     "sharding.checkpoint": "names matching optimizer_checks load_checks full_state".split(),
     "sharding.fsdp": (
         "many_objects transforms proofs buffer gradient_slots held_parts forms parameter "
-        "gathered slots originals reduction containers kept_tensors beginnings bucket "
+        "gathered slots originals reduction containers input_views kept_tensors beginnings bucket "
         "module_tree root asked_by_torch module_state arguments given_cuts wishes fsdp_module "
         "fully_shard"
     ).split(),

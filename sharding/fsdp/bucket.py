@@ -28,6 +28,7 @@ from sharding.fsdp.held_parts import HeldParts
 from sharding.fsdp.parameter import (
     BucketParameter,
     PieceAddresses,
+    TrainedParameters,
     check_converted_as_a_whole,
     hands_gradients_to,
     placement_in,
@@ -40,7 +41,7 @@ from sharding.fsdp.transforms import outside_of_transforms, without_grad
 from sharding.planning.negotiation import BucketPlan
 from sharding.transport.axes import groups_of, shard_group
 from sharding.transport.collectives import Pending, PendingMean, Transport, next_tag
-from sharding.transport.debug import announce, check_written
+from sharding.transport.debug import announce, check_written, enabled
 
 
 class ShardedState(Enum):
@@ -82,6 +83,7 @@ class Bucket:
         self.transport = Transport(shard_group(mesh), mesh.device_type)
         self._mp_policy = mp_policy
         self.state = ShardedState.SHARDED
+        self._debug = enabled()
         self.initial_values = ""  # checksums, in debug mode
         self.originals: list[weakref.ref[Tensor]] = []  # that the sharded parameters replaced
         self.unsharded_by_hand = False  # and not used in a forward since
@@ -99,10 +101,9 @@ class Bucket:
         self.wishes = ReductionWishes()
         self._tag = next_tag(self.transport.group)
         self.replicas = Replicas.of_mesh(mesh, len(self._slots))
-        self.parameters = [
-            self._make_parameter(i, parameter_sites) for i, parameter_sites in enumerate(sites)
-        ]
+        self.parameters = [self._make_parameter(i, of_one) for i, of_one in enumerate(sites)]
         self._places = PieceAddresses(self.parameters)
+        self._trained = TrainedParameters(self.parameters)
         self.slots = Slots(self.parameters, self.name)
         self._gathered = GatheredForms(self.parameters)
         self._gathered.close()
@@ -112,9 +113,12 @@ class Bucket:
             [i for i, p in enumerate(self.parameters) if p.segment == segment]
             for segment in range(len(self.buffers))
         ]
-        self._trainable: set[int] = set()  # as of the last unshard
         self._seen: set[int] = set()  # gradients since the last reduction
         self._reduction: Reduction | None = None
+
+    def _announce(self, event: str) -> None:
+        if self._debug:
+            announce(event, self.groups)
 
     @property
     def _what(self) -> str:
@@ -174,7 +178,7 @@ class Bucket:
     @property
     def is_meta(self) -> bool:
         """Whether the shards have no memory yet."""
-        return any(buffer.device.type == "meta" for buffer in self.buffers)
+        return any([buffer.device.type == "meta" for buffer in self.buffers])
 
     @without_grad
     def adopt(self, *, keeps_ties: bool = False) -> None:
@@ -251,7 +255,7 @@ class Bucket:
                 f"module.to_empty(device=...) and initialise them, or load a checkpoint"
             )
         event = f"gather of bucket {self.name!r}"
-        announce(event, self.groups)
+        self._announce(event)
         self.proofs.record_gather(self._tag)
         if self._held:
             self._gather = self._held.gather(self.buffers, self._tag, event)
@@ -271,9 +275,7 @@ class Bucket:
             return
         self._finish_gather()
         self._gathered.open()
-        self._trainable = {i for i, p in enumerate(self.parameters) if p.sharded.requires_grad}
-        for i, parameter in enumerate(self.parameters):
-            parameter.unsharded.requires_grad_(i in self._trainable)
+        self._trained.show()
         self.slots.show(gathered=True)
         self.state = ShardedState.UNSHARDED
 
@@ -314,16 +316,15 @@ class Bucket:
 
     def _write_back(self) -> None:
         """Take over what was changed on the gathered forms: `requires_grad`, and values."""
-        for i, parameter in enumerate(self.parameters):
-            if parameter.unsharded.requires_grad != (i in self._trainable):
-                parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+        self._trained.take_back()
         written = self._gathered.written()
         for parameter in written:
             full = parameter.form.flat(parameter.unsharded.detach())
             self.buffers[parameter.segment].copy_changed(parameter.index, full)
         if written:
             self._gathered.note_sources()  # they have the same values again
-        check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
+        if self._debug:
+            check_written({p.fqn: p.unsharded for p in written}, self.groups, self.name)
 
     @property
     def is_old(self) -> bool:
@@ -350,7 +351,7 @@ class Bucket:
     @property
     def takes_gradients(self) -> bool:
         """Whether any parameter of the bucket is trainable."""
-        return bool(self._trainable)
+        return bool(self._trained.which)
 
     @property
     def has_gradients(self) -> bool:
@@ -430,11 +431,11 @@ class Bucket:
         if self._reduction is not None:
             raise RuntimeError(f"bucket {self.name!r} is reduced again before it was finished")
         event = f"reduction of bucket {self.name!r}"
-        announce(event, self.groups)
+        self._announce(event)
         means: list[PendingMean | None] = []
         numbers = gathers, self.updates.number & 255
         for slots in self._slots:
-            if all(self._trainable.isdisjoint(self._members[each]) for each in slots.segments):
+            if all(self._trained.which.isdisjoint(self._members[each]) for each in slots.segments):
                 means.append(None)
                 continue
             slots.borrow(self.workspace)
@@ -456,7 +457,7 @@ class Bucket:
         if self._reduction is None or self.replicas is None or not self._reduction.is_first_step:
             return
         step = "average over" if self.replicas.requires_all_reduce else "sum within"
-        announce(f"{step} replicas of bucket {self.name!r}", self.groups)
+        self._announce(f"{step} replicas of bucket {self.name!r}")
         self.replicas.average(self._reduction, self.workspace, self._what)
 
     @without_grad

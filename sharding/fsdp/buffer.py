@@ -270,9 +270,8 @@ class DistributedBuffer:
         self.grad_slots[:, self.plan.shard_numel :].zero_()
 
     def write_grad(self, index: int, grad: Tensor, *, accumulate: bool) -> None:
-        """Copy (or add) a full gradient into the slots, cast to the reduce dtype."""
-        flat = grad.reshape(-1)
-        for target, source in self._slot_views(index, flat):
+        """Copy (or add) a full gradient, (numel,), into the slots, cast to the reduce dtype."""
+        for target, source in self._slot_views(index, grad):
             if accumulate:
                 target.add_(source)
             else:
@@ -313,16 +312,16 @@ class DistributedBuffer:
         return self.grad_slots
 
     def _slot_views(self, index: int, flat: Tensor | None) -> list[tuple[Tensor, Tensor]]:
-        slots = self._slots()
-        length, origin = slots.stride(0), slots.storage_offset()
+        slots, pieces = self._slots(), self._pieces[index]
+        strides, origin = (slots.stride(0), 1), slots.storage_offset()
         views = []
-        for piece in self._pieces[index]:
-            shape, first = (piece.rows, piece.width), origin + piece.row * length + piece.column
-            target = slots.as_strided(shape, (length, 1), first)  # half the time of two slices
+        for piece in pieces:
+            shape, first = (piece.rows, piece.width), origin + piece.row * strides[0] + piece.column
+            target = slots.as_strided(shape, strides, first)  # half the time of two slices
             source = target
             if flat is not None:
-                numel = piece.rows * piece.width
-                part = flat if numel == flat.numel() else flat.narrow(0, piece.source, numel)
+                whole = len(pieces) == 1
+                part = flat if whole else flat.narrow(0, piece.source, shape[0] * shape[1])
                 source = part.view(shape)
             views.append((target, source))
         return views

@@ -12,12 +12,13 @@ frees nothing: the backward of its graph needs the weights before any hook of a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -26,6 +27,7 @@ from sharding.fsdp.asked_by_torch import AskedByTorch, register
 from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
+from sharding.fsdp.input_views import InputViews
 from sharding.fsdp.kept_tensors import KeptTensors
 from sharding.fsdp.root import RootContext
 from sharding.fsdp.transforms import in_transform, value_below
@@ -35,21 +37,10 @@ from sharding.planning.structure import DeclaresStructure
 class _Forward:
     """One forward of the modules of a call, which backward enters and leaves."""
 
-    __slots__ = ()
+    __slots__ = ("inputs",)
 
-
-class _InputGradients(torch.autograd.Function):
-    """Identity whose backward tells that the gradients of a module's inputs are known."""
-
-    @staticmethod
-    def forward(ctx: Any, done: Callable[[], None], *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.done = done
-        return inputs
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.done()
-        return (None, *grads)
+    def __init__(self) -> None:
+        self.inputs: InputViews | None = None  # until the forward has ended
 
 
 class ModuleState(AskedByTorch):
@@ -95,7 +86,7 @@ class ModuleState(AskedByTorch):
         self._announced = WeakTensorKeyDictionary()  # of what modules keep
         self._running: set[nn.Module] = set()  # modules of this call still to finish this forward
         self.open_calls = 0  # forwards that have begun and not returned, one inside the other
-        self._calls = 0  # whose inputs still get their gradients in this backward
+        self._unfinished: set[_Forward] = set()  # whose inputs still get gradients in this backward
         for module in modules:
             module.register_forward_pre_hook(self._pre_forward, prepend=True, with_kwargs=True)
             # Always: a forward that raises must not leave old weights gathered for the next one.
@@ -259,6 +250,7 @@ class ModuleState(AskedByTorch):
         is_done = not self._running and not self.open_calls
         if self.bucket is not None and is_done:
             self.bucket.slots.unstage()
+            self._end_call(self._call)
         if self.bucket is not None and is_done and not self.in_backward and watched:
             if context.in_backward or self._frees_after_forward(self.bucket, context):
                 self.bucket.reshard(held_by=self.held_by)
@@ -298,18 +290,25 @@ class ModuleState(AskedByTorch):
         self, args: tuple[Any, ...], kwargs: dict[str, Any], recompute: bool
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Have `_after_backward` called when the gradients of all inputs are known."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.bucket is None:
             return args, kwargs
         tensors = [x for x in leaves((args, kwargs)) if isinstance(x, Tensor) and x.requires_grad]
         # A call without such an input stays open until the end of backward. What is computed again
         # in backward was counted, but by reentrant checkpointing, whose forward builds no graph.
-        if not (recompute and self._calls > 0):
-            self._calls += 1
+        if not (recompute and self._unfinished):
+            self._unfinished.add(self._call)
         if not tensors or in_transform():
             return args, kwargs
-        done = partial(self._after_backward, self._call)
-        watched = iter(_InputGradients.apply(done, *tensors))
-        return map_tensors(lambda x: next(watched) if x.requires_grad else x, (args, kwargs))
+        device = self.bucket.buffers[0].device
+        views = InputViews(tensors, device, partial(self._after_backward, self._call))
+        self._call.inputs = views
+        return map_tensors(views.of, (args, kwargs))
+
+    def _end_call(self, call: _Forward) -> None:
+        """Let go of the inputs of a forward that has ended."""
+        if call.inputs is not None:
+            call.inputs.end_forward(partial(self._after_open, call))
+            call.inputs = None
 
     def _watch_outputs(self, output: Any) -> bool:
         """Have `_before_backward` called when the first gradient of an output arrives.
@@ -345,13 +344,14 @@ class ModuleState(AskedByTorch):
 
     def _announce(self, tensor: Tensor) -> None:
         """Have the weights gathered before the gradient of a tensor goes on through the unit."""
-        tensor.register_hook(partial(self._before_backward, self._call))
-        # An in-place change of a view takes the hook out of the graph, but not its base's node.
+        before = partial(self._before_backward, self._call)
+        cast(Node, tensor.grad_fn).register_prehook(before)
+        # An in-place change of a view takes its node out of the graph, but not its base's.
         if tensor._base is not None and tensor._base.grad_fn is not None:
-            tensor._base.grad_fn.register_prehook(partial(self._before_base, self._call))
+            tensor._base.grad_fn.register_prehook(before)
 
     @torch._dynamo.disable
-    def _before_backward(self, call: _Forward, grad: Tensor) -> Tensor:
+    def _before_backward(self, call: _Forward, grads: tuple[Tensor, ...]) -> None:
         context = self.lazy_init()
         context.begin_backward()
         context.creates_graph |= torch.is_grad_enabled()
@@ -365,10 +365,6 @@ class ModuleState(AskedByTorch):
                 if state.bucket is not None:
                     state.bucket.unshard()
             self.bucket.wait_for_unshard()
-        return grad
-
-    def _before_base(self, call: _Forward, grads: tuple[Tensor, ...]) -> None:
-        self._before_backward(call, grads[0])
 
     def _check_weights_are_reached(self, bucket: Bucket) -> None:
         """Refuse a backward of a pipeline whose second half would miss the weights.
@@ -401,7 +397,7 @@ class ModuleState(AskedByTorch):
 
     def _after_backward(self, call: _Forward) -> None:
         """Free the unsharded parameters; see [Note: when unsharded memory is freed]."""
-        self._calls -= 1
+        self._unfinished.discard(call)
         self._open.discard(call)
         if self.bucket is None:
             return
@@ -409,8 +405,13 @@ class ModuleState(AskedByTorch):
         context = self.lazy_init()
         if self._may_free(self.bucket):
             self.bucket.reshard()
-        if self._calls <= 0:
+        if not self._unfinished:
             context.left_backward(self.bucket)
+
+    def _after_open(self, call: _Forward) -> None:
+        """Do the same unless backward is known to have left the call already."""
+        if call in self._open:
+            self._after_backward(call)
 
     def _may_free(self, bucket: Bucket) -> bool:
         """Return whether nothing needs the weights of a bucket that backward has left."""
@@ -427,7 +428,7 @@ class ModuleState(AskedByTorch):
     def end_backward(self) -> None:
         """Forget which calls of this backward are still open."""
         self._open.clear()
-        self._calls = 0
+        self._unfinished.clear()
 
 
 _STATE = "_fully_shard_state"

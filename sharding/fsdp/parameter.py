@@ -157,6 +157,32 @@ def _hand_over(taker: weakref.ref[TakesGradients], i: int, _: Tensor) -> None:
         alive.accumulate_grad(i)
 
 
+class TrainedParameters:
+    """Which parameters of a bucket require grad, on both of their forms."""
+
+    def __init__(self, parameters: Sequence[BucketParameter]) -> None:
+        self._parameters = parameters
+        self._flags: list[bool] = []
+        self.which: set[int] = set()  # as of the last `show`
+
+    def show(self) -> None:
+        """Have the gathered forms require grad where the sharded ones do."""
+        flags = list(map(_SHARDED_REQUIRES_GRAD, self._parameters))
+        if flags != self._flags:
+            self._flags = flags
+            self.which = {i for i, required in enumerate(flags) if required}
+        if flags != list(map(_GATHERED_REQUIRES_GRAD, self._parameters)):  # rarely
+            for parameter, required in zip(self._parameters, flags, strict=True):
+                parameter.unsharded.requires_grad_(required)
+
+    def take_back(self) -> None:
+        """Have the sharded forms require grad where the gathered ones have been told to."""
+        if self._flags != list(map(_GATHERED_REQUIRES_GRAD, self._parameters)):
+            for i, parameter in enumerate(self._parameters):
+                if parameter.unsharded.requires_grad != (i in self.which):
+                    parameter.sharded.requires_grad_(parameter.unsharded.requires_grad)
+
+
 class PieceAddresses:
     """Where the pieces of parameters lie: in the buffers, unless somebody has moved them."""
 
@@ -179,6 +205,8 @@ class PieceAddresses:
         return list(map(Tensor.data_ptr, pieces)), list(map(_KIND, pieces))
 
 
+_SHARDED_REQUIRES_GRAD = attrgetter("sharded.requires_grad")
+_GATHERED_REQUIRES_GRAD = attrgetter("unsharded.requires_grad")
 _PIECE = attrgetter("sharded._local_tensor")
 _KIND = attrgetter("dtype", "device")
 

@@ -53,8 +53,11 @@ def without_grad(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def unrecorded(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
-        with torch.no_grad():
+        torch._C._set_grad_enabled(False)  # a quarter of what entering torch.no_grad() takes
+        try:
             return function(*args, **kwargs)
+        finally:
+            torch._C._set_grad_enabled(True)
 
     return unrecorded
 

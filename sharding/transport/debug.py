@@ -23,19 +23,18 @@ from sharding.transport.agreement import check_same_on_all_ranks
 
 
 def enabled() -> bool:
-    """Return whether the environment asks for the checks; read at each use."""
+    """Return whether the environment asks for the checks; read where `fully_shard` is called."""
     return os.environ.get("VFSDP_DEBUG", "0") not in ("", "0")
 
 
 def announce(event: str, groups: Sequence[dist.ProcessGroup]) -> None:
-    """Raise on all ranks unless they are about to do the same; without debug mode do nothing.
+    """Raise on all ranks unless they are about to do the same.
 
     Args:
         event: The verb and the bucket, the same text on ranks that agree.
         groups: Of the axes of the mesh whose ranks must agree.
     """
-    if enabled():
-        check_same_on_all_ranks(event, groups, "the order of collectives")
+    check_same_on_all_ranks(event, groups, "the order of collectives")
 
 
 def checksums(parameters: Mapping[str, Tensor]) -> str:
@@ -47,13 +46,12 @@ def checksums(parameters: Mapping[str, Tensor]) -> str:
 def check_written(
     written: Mapping[str, Tensor], groups: Sequence[dist.ProcessGroup], bucket: str
 ) -> None:
-    """Raise on all ranks unless they wrote the same into gathered weights; without debug nothing.
+    """Raise on all ranks unless they wrote the same into gathered weights.
 
     Every rank keeps its own range of what it wrote, so that other values elsewhere would be lost.
     """
-    if enabled():
-        text = "\n".join(_digests("values of", written))
-        check_same_on_all_ranks(text, groups, f"what was written into gathered {bucket!r}")
+    text = "\n".join(_digests("values of", written))
+    check_same_on_all_ranks(text, groups, f"what was written into gathered {bucket!r}")
 
 
 def _digests(what: str, parameters: Mapping[str, Tensor]) -> list[str]:

@@ -1,13 +1,17 @@
 """Modules that hold, take or return what sharding could miss."""
 
 import dataclasses
+from functools import partial
 
 import torch
+import torch.nn.functional as F
 from lifecycle import WIDTH, Case, Layer, on_ranks
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 
 from sharding import fully_shard
+from sharding.fsdp.bucket import ShardedState
+from sharding.fsdp.module_state import state_of
 
 
 class ThreeLevels(Case):
@@ -276,6 +280,62 @@ class CompiledLayers(Case):
         return nn.Sequential(*layers)
 
 
+class ChangesInput(Layer):
+    """Changes what it is given in place, in one of the ways that modules have."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        y = super().forward(x.tanh())
+        if self.way == "relu":
+            x = F.relu(x, inplace=True)
+        elif self.way == "part":
+            x[:, 0] = 0
+        elif self.way == "view":
+            x.view(-1).mul_(2)
+        elif self.way == "data":
+            x.detach().clamp_(-1, 1)
+        elif self.way == "adds":
+            x += y
+        return super().forward(x.tanh()) * mask
+
+
+class BlocksThatChangeInputs(nn.Module):
+    """The caller goes on with what a block has changed, and gives all blocks one mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Layer()
+        ways = ("relu", "part", "view", "data", "adds")
+        self.blocks = nn.ModuleList(ChangesInput(way) for way in ways)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.sigmoid(self.mask(x))
+        for block in self.blocks:
+            if on_ranks() and x.requires_grad:
+                x.register_hook(partial(self.has_left, block))
+            h = x * 1
+            x = (block(h, mask=mask) + h).tanh()
+        return x
+
+    def has_left(self, block: nn.Module, _: Tensor) -> None:
+        """Backward of a block ends where its input begins, not at the end of all."""
+        assert state_of(block).bucket.state is ShardedState.SHARDED
+
+
+class InPlace(Case):
+    """pytorch#124017, accelerate#1700: a block changes its input in place."""
+
+    def build(self) -> nn.Module:
+        return BlocksThatChangeInputs()
+
+    def shard(self, model: nn.Module) -> None:
+        for part in (model.mask, *model.blocks, model):
+            fully_shard(part, **self.options)
+
+
 KINDS = [
     ThreeLevels,
     ThreeLevelsOtherFlags,
@@ -290,4 +350,5 @@ KINDS = [
     NestedInOneCall,
     SharedLayer,
     CompiledLayers,
+    InPlace,
 ]

@@ -159,14 +159,13 @@ def test_writes_between_unshard_and_reshard_are_kept(dtype: torch.dtype | None) 
 
 
 def write_different_values() -> None:
-    model = nn.Linear(8, 8)
-    fully_shard(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VFSDP_DEBUG", "1")
+        model = fully_shard(nn.Linear(8, 8))
     model.unshard()
     with torch.no_grad():
         model.bias.fill_(float(dist.get_rank()))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VFSDP_DEBUG", "1")
-        model.reshard()
+    model.reshard()
 
 
 def test_debug_mode_says_where_ranks_wrote_different_values() -> None:

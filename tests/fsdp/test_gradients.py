@@ -1,10 +1,13 @@
 """Gradients that users set, keep, zero, hook or differentiate again."""
 
 import pytest
+import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ranks import assert_as_one_process
+from sharding import fully_shard
 from sharding.fsdp.module_state import state_of
 from small_models import (
     build,
@@ -50,6 +53,34 @@ def train_with_set_gradients(name: str) -> dict[str, Tensor]:
 def test_gradients_set_on_some_parameters_are_stepped_and_added_to(name):
     # Newton-Schulz and Adam's division amplify the rounding of the averages.
     assert_as_one_process(train_with_set_gradients, (2, 3), name, atol=3e-3, rtol=0)
+
+
+class Switched(nn.Module):
+    """Reads one of its inputs; the other may have cost an encoder."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.reader = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.reader.forward = lambda x, context: F.linear(x, self.reader.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.reader(x * 1, self.encoder(x))
+
+
+def gradients_without_encoder() -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    model = Switched()
+    if dist.is_initialized():
+        for part in (model.encoder, model.reader, model):
+            fully_shard(part)
+    model(torch.ones(2, 4, requires_grad=True)).sum().backward()
+    return gradients_of(model)
+
+
+def test_an_input_that_a_module_does_not_use_brings_no_gradient():
+    """Zeros instead would have an optimizer decay the encoder's weights, and move its moments."""
+    assert gradients_without_encoder()["encoder.weight"] is None
+    assert_as_one_process(gradients_without_encoder, (2,))
 
 
 def kept_gradients(set_to_none: bool) -> list[dict[str, Tensor | None]]:
