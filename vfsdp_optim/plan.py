@@ -30,6 +30,8 @@ class PlanRow:
         saved_bytes: bytes that would travel for its resident units if they were cut evenly over
             all ranks, as rows are by torch's fully_shard.
         states: how its states are kept, "32bit" or "8bit".
+        unit_state_bytes: bytes of the states that its units have on their owners, all ranks
+            together.
     """
 
     fqn: str
@@ -43,6 +45,7 @@ class PlanRow:
     moved_bytes: int = 0
     saved_bytes: int = 0
     states: str = "32bit"
+    unit_state_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,7 @@ class OptimizerPlan:
             over waves of the busiest rank's work, over the mean work of a rank.
         largest_share: work of the largest unit, over the mean work of a rank. Above 1 it bounds
             `skew`, and more ranks make the matrix part no faster.
+        unit_state_bytes: by rank, bytes of the states that it has of the units it owns.
     """
 
     rows: tuple[PlanRow, ...]
@@ -64,6 +68,7 @@ class OptimizerPlan:
     waves: int
     skew: float = 1.0
     largest_share: float = 0.0
+    unit_state_bytes: tuple[int, ...] = ()
 
     @property
     def moved_bytes(self) -> int:
@@ -96,6 +101,10 @@ class OptimizerPlan:
         table.add_column("lr scale", justify="right")
         table.add_column("bytes moved", f"{self.moved_bytes:,}", justify="right")
         table.add_column("bytes saved", f"{self.saved_bytes:,}", justify="right")
+        of_units = max(self.unit_state_bytes, default=0)
+        if of_units:
+            most = f"at most {of_units:,} a rank"
+            table.add_column("bytes of states of units", most, justify="right")
         for row in self.rows:
             table.add_row(
                 row.fqn,
@@ -109,6 +118,7 @@ class OptimizerPlan:
                 "varies" if row.scale is None else f"{row.scale:.3g}",
                 f"{row.moved_bytes:,}",
                 f"{row.saved_bytes:,}",
+                *([f"{row.unit_state_bytes:,}"] if of_units else []),
             )
         return table
 
@@ -132,6 +142,7 @@ def make_plan(
         for m, a in zip(members, algorithms, strict=True)
     }
     loads: list[int] = []
+    kept: list[int] = []
     waves = slowest = largest = 0
     for jobs in jobs_by_ranks:
         plan = plan_jobs(jobs, max_exchange_bytes)
@@ -139,20 +150,22 @@ def make_plan(
         slowest += sum(plan.wave_loads)
         largest = max([largest, *(unit.cost for unit in plan.units)])
         loads += [0] * (plan.world_size - len(loads))
+        kept += [0] * (plan.world_size - len(kept))
         for rank, load in enumerate(plan.loads):
             loads[rank] += load
         units: dict[int, list[int]] = {}
         for i, job in enumerate(jobs):
+            kept[plan.owners[i]] += job.state_bytes
             units.setdefault(job.member.number, []).append(i)
         for number, indices in units.items():
             rows[number] = _row(jobs, plan, indices)
     total = sum(loads)
     ordered = tuple(rows[m.number] for m in members)
     if not total:
-        return OptimizerPlan(ordered, (), waves)
+        return OptimizerPlan(ordered, (), waves, unit_state_bytes=tuple(kept))
     mean = total / len(loads)
     shares = tuple(load / total for load in loads)
-    return OptimizerPlan(ordered, shares, waves, slowest / mean, largest / mean)
+    return OptimizerPlan(ordered, shares, waves, slowest / mean, largest / mean, tuple(kept))
 
 
 def _row(jobs: Sequence[Job], plan: OwnerPlan, indices: Sequence[int]) -> PlanRow:
@@ -180,6 +193,7 @@ def _row(jobs: Sequence[Job], plan: OwnerPlan, indices: Sequence[int]) -> PlanRo
         moved_bytes=moved * itemsize,
         saved_bytes=saved * itemsize,
         states=_states(first.member),
+        unit_state_bytes=sum(jobs[i].state_bytes for i in indices),
     )
 
 

@@ -95,6 +95,27 @@ def test_states_of_units_stay_when_a_group_comes_or_a_parameter_is_frozen():
     assert all(torch.equal(held(optimizer)[key], before[key]) for key in before)
 
 
+def planned_and_held() -> tuple[tuple[int, ...], int, str]:
+    """Bytes of states of units by rank, as planned; those here; the table."""
+    param = nn.Parameter(
+        distribute_tensor(torch.ones(96, 64), init_device_mesh("cpu", (2,)), [Shard(0)])
+    )
+    optimizer = StructuredOptimizer([("w", param)], PanelGram(states="8bit"))
+    plan = optimizer.plan()
+    (state,) = optimizer.state.values()
+    of_units = [value.to_local() for key, value in state.items() if key != "step"]
+    assert plan.rows[0].unit_state_bytes == sum(plan.unit_state_bytes)
+    return plan.unit_state_bytes, sum(local.nbytes for local in of_units), str(plan)
+
+
+def test_plan_shows_the_bytes_of_states_of_units_on_their_owners():
+    results = run_ranks(planned_and_held, 2)
+    for rank, (planned, held, table) in enumerate(results):
+        assert planned[rank] == held > 0
+        assert f"at most {max(planned):,} a rank" in " ".join(table.split())
+        assert planned == results[0][0]
+
+
 class Fails(PanelGram):
     """What is computed of the first matrix fails for good."""
 
