@@ -6,8 +6,10 @@ from functools import partial
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import ProfilerActivity, profile
 
-from sharding import FullMatrix, RowPanels
+from ranks import run_ranks
+from sharding import FullMatrix, RowPanels, fully_shard
 from vfsdp_optim import SOAP, Muon, Shampoo, param_groups
 from vfsdp_optim.matrix_roots import inverse_roots
 from vfsdp_optim.shampoo import ShampooAlgorithm
@@ -258,6 +260,24 @@ def test_weights_that_are_loaded_after_construction_are_those_that_are_updated()
         world_sizes=[2],
         steps=2,
     )
+
+
+def collectives_of_a_step(kind: type) -> dict[str, int]:
+    """Of matrices of which each rank has a whole one."""
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(2)])
+    fully_shard(model)
+    optimizer = kind(model.named_parameters(), block_size=8, precondition_frequency=1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    return {e.key: e.count for e in profiler.key_averages() if e.key.startswith("c10d::")}
+
+
+def test_step_on_panels_that_are_all_resident_asks_for_infinities_and_sends_nothing_else():
+    for kind in (Shampoo, SOAP):
+        assert run_ranks(collectives_of_a_step, 2, kind) == [{"c10d::allreduce_": 1}] * 2
 
 
 def test_roots_that_fail_keep_the_last_ones_and_raise_in_the_end(monkeypatch):
