@@ -10,12 +10,10 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 
+from dcp_checkpoints import difference, plain, take_steps
 from ranks import run_ranks
 from sharding import fully_shard, load_full_state_dict
-from sharding.tensor.ragged_tensor import distribute_ragged
 from vfsdp_optim import AdamW, Muon, Precision
 from vfsdp_optim.states.block_codec import CODES_FORMAT, dynamic_map
 from vfsdp_optim.states.scratch import Scratch
@@ -32,10 +30,6 @@ def make_model(dtype: torch.dtype = torch.float32) -> nn.Module:
     )
 
 
-def shard(model: nn.Module) -> nn.Module:
-    return fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
-
-
 def make_optimizer(kind: str, model: nn.Module, **options: Any) -> Any:
     named = list(model.named_parameters())
     options = {"states": "8bit", **options}
@@ -46,42 +40,17 @@ def make_optimizer(kind: str, model: nn.Module, **options: Any) -> Any:
     return Muon([{"params": matrices}, {"params": rest, "algorithm": "adamw"}], lr=0.01, **options)
 
 
-def take_steps(model: nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        for i, param in enumerate(model.parameters()):
-            generator = torch.Generator().manual_seed(100 * step + i)
-            grad = torch.randn(param.shape, generator=generator).to(param.dtype)
-            if isinstance(param, DTensor):
-                grad = distribute_ragged(grad, param.device_mesh, param.placement)
-            param.grad = grad
-        optimizer.step()
-
-
-def full(value: Any) -> Any:
-    return value.full_tensor().detach() if isinstance(value, DTensor) else value
-
-
 def full_states(optimizer: Any) -> list[dict[str, Any]]:
     params = [p for group in optimizer.param_groups for p in group["params"]]
-    return [{k: full(v).clone() for k, v in optimizer.state[p].items()} for p in params]
+    return [plain(dict(optimizer.state[p])) for p in params]
 
 
 def full_weights(model: nn.Module) -> list[Tensor]:
-    return [full(param).detach().clone() for param in model.parameters()]
-
-
-def assert_same(a: list[Any], b: list[Any]) -> None:
-    for x, y in zip(a, b, strict=True):
-        if isinstance(x, dict):
-            assert x.keys() == y.keys()
-            x, y = list(x.values()), list(y.values())
-        else:
-            x, y = [x], [y]
-        assert all(torch.equal(p, q) for p, q in zip(x, y, strict=True))
+    return plain(list(model.parameters()))
 
 
 def save(kind: str, directory: str) -> list[dict[str, Any]]:
-    model = shard(make_model())
+    model = fully_shard(make_model())
     optimizer = make_optimizer(kind, model)
     take_steps(model, optimizer, range(3))
     weights, state = get_state_dict(model, optimizer)
@@ -90,7 +59,7 @@ def save(kind: str, directory: str) -> list[dict[str, Any]]:
 
 
 def resume(kind: str, directory: str) -> tuple[list[dict[str, Any]], list[Tensor]]:
-    model = shard(make_model())
+    model = fully_shard(make_model())
     optimizer = make_optimizer(kind, model)
     weights, state = get_state_dict(model, optimizer)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=directory)
@@ -115,12 +84,12 @@ def test_8bit_states_saved_on_4_ranks_load_byte_by_byte_on_others(kind, tmp_path
     take_steps(model, optimizer, range(6))
     for world_size in (1, 2, 3):
         for loaded, weights in run_ranks(resume, world_size, kind, str(tmp_path)):
-            assert_same(loaded, saved)
-            assert_same(weights, full_weights(model))
+            assert difference(loaded, saved) == ""
+            assert difference(weights, full_weights(model)) == ""
 
 
 def load_full_from_rank_0(kind: str, state: dict[str, Any]) -> list[dict[str, Any]]:
-    model = shard(make_model())
+    model = fully_shard(make_model())
     optimizer = make_optimizer(kind, model)
     given = state if dist.get_rank() == 0 else {}
     load_full_state_dict(model, optimizer, state=given, broadcast_from_rank0=True)
@@ -134,7 +103,7 @@ def test_8bit_states_of_one_process_load_from_rank_0(kind):
     take_steps(model, optimizer, range(2))
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     for loaded in run_ranks(load_full_from_rank_0, 3, kind, state):
-        assert_same(loaded, full_states(optimizer))
+        assert difference(loaded, full_states(optimizer)) == ""
 
 
 def decoded(state: dict[str, Any], key: str, shape: tuple[int, ...], *, signed: bool) -> Tensor:
@@ -154,7 +123,7 @@ def test_8bit_states_become_32bit_ones_and_back_by_an_explicit_call_only():
     before = full_states(plain)
     with pytest.raises(ValueError, match=r"norm: the checkpoint has states='8bit'.*convert_state"):
         plain.load_state_dict(packed.state_dict())
-    assert_same(full_states(plain), before)
+    assert difference(full_states(plain), before) == ""
     plain.load_state_dict(plain.convert_state_dict(packed.state_dict()))
     states = dict(zip(SHAPES, full_states(plain), strict=True))
     codes = dict(zip(SHAPES, full_states(packed), strict=True))
@@ -175,7 +144,7 @@ def test_8bit_states_become_32bit_ones_and_back_by_an_explicit_call_only():
 
 
 def convert_sharded(saved: dict[str, Any], states: str) -> list[dict[str, Any]]:
-    model = shard(make_model())
+    model = fully_shard(make_model())
     optimizer = make_optimizer("adamw", model, states=states)
     optimizer.load_state_dict(optimizer.convert_state_dict(saved))
     other = make_optimizer("adamw", model, states="8bit" if states == "32bit" else "32bit")
@@ -191,7 +160,7 @@ def test_8bit_conversion_on_shards_has_the_bits_of_the_unsharded_one(states):
     target = make_optimizer("adamw", model, states=states)
     target.load_state_dict(target.convert_state_dict(source.state_dict()))
     for converted in run_ranks(convert_sharded, 3, source.state_dict(), states):
-        assert_same(converted, full_states(target))
+        assert difference(converted, full_states(target)) == ""
 
 
 def test_conversion_adds_and_drops_master_weights():
@@ -233,7 +202,7 @@ def test_8bit_state_of_another_choice_of_parameters_is_named_and_converts():
     before = full_states(target)
     with pytest.raises(ValueError, match=r"odd: expected state .*codes.*got .*convert_state_dict"):
         target.load_state_dict(source.state_dict())
-    assert_same(full_states(target), before)
+    assert difference(full_states(target), before) == ""
     target.load_state_dict(target.convert_state_dict(source.state_dict()))
     assert bool(target.state[model["odd"]]["exp_avg.absmax"].all())
     again = make_optimizer("adamw", model, states=Precision("8bit", keep_32bit=["odd"]))
@@ -342,4 +311,4 @@ def test_8bit_codes_and_scales_that_disagree_are_named_and_nothing_is_loaded(key
     before = full_states(target)
     with pytest.raises(ValueError, match=message):
         target.load_state_dict(saved)
-    assert_same(full_states(target), before)
+    assert difference(full_states(target), before) == ""

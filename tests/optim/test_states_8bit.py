@@ -18,7 +18,6 @@ from sharding import fully_shard
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from vfsdp_optim import AdamW, Muon, Precision, param_groups
-from vfsdp_optim.states.precision import SMALLEST_8BIT
 from vfsdp_optim.step import runs
 from vfsdp_optim.testing import assert_sharded_equals_unsharded
 
@@ -338,10 +337,6 @@ def test_8bit_choice_changed_after_the_fact_says_what_to_do():
     optimizer.param_groups[0]["states"] = "32bit"
     with pytest.raises(RuntimeError, match=r"w0: exp_avg is kept as 8-bit codes.*convert_state"):
         optimizer.step()
-
-
-def test_8bit_limit_is_that_of_bitsandbytes():
-    assert SMALLEST_8BIT == 4096
 
 
 def test_8bit_views_are_ragged_tensors():

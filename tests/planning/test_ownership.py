@@ -66,22 +66,9 @@ def test_plan_owns_every_unit_once_and_keeps_resident_ones_where_they_lie(
     assert list(plan.loads) == loads
     assert plan.gathered_numel == sum(sum(received(plan, wave)) for wave in plan.waves)
     assert plan.returned_numel == plan.gathered_numel
-
-
-@given(units=cases, world_size=worlds, slot_numel=st.integers(40, 200))
-def test_no_rank_sends_receives_and_keeps_more_than_the_limit_for_one_wave(
-    units, world_size, slot_numel
-):
-    plan = plan_owners(units, world_size, slot_numel=slot_numel)
-    for wave in plan.waves:
-        assert max(slots(plan, wave)) <= slot_numel
-
-
-@given(units=cases, world_size=worlds, slot_numel=st.integers(40, 200))
-def test_every_unit_is_computed_beside_one_wave_and_the_skew_counts_the_busiest_rank(
-    units, world_size, slot_numel
-):
-    plan = plan_owners(units, world_size, slot_numel=slot_numel)
+    # No rank sends, receives and keeps more than the limit for one wave.
+    assert all(max(slots(plan, wave)) <= slot_numel for wave in plan.waves)
+    # Every unit is computed beside one wave, and the skew counts the busiest rank of each.
     assert len(plan.resident_waves) == len(plan.wave_loads) == max(1, len(plan.waves))
     waves = plan.waves or ((),)
     everything = sorted(i for pair in (*waves, *plan.resident_waves) for i in pair)
