@@ -189,5 +189,5 @@ def test_codec_does_not_depend_on_torchs_defaults(codec):
             other = DynamicMap(codec.signed)
     finally:
         torch.set_default_dtype(torch.float32)
-    for name in ("values", "bounds", "codes", "uppers"):
+    for name in ("values", "bounds", "entries", "pairs"):
         assert torch.equal(getattr(other, name), getattr(codec, name))

@@ -38,16 +38,21 @@ class DynamicMap:
     as many if unsigned) whose midpoints are the values; with their negatives if signed, 0 and 1.
 
     The quantizer does not search. The upper 16 bits of a float32 (sign, exponent, 7 bits of the
-    mantissa) index a table of codes. Between -1 and 1 no such range of numbers meets more than two
-    codes, so that one comparison with the upper bound of the table's code decides.
+    mantissa) index a table. Between -1 and 1 no such range of numbers meets more than two codes,
+    and which of them a number has follows from its lower 16 bits: one addition carries into the
+    upper half where they pass the bound between the codes. The entries also cancel what the upper
+    bits of the number add. A negative number has larger lower bits where its code is smaller, so
+    what is found is the code with its sign, and no sum leaves the range of int32.
+
+    Codes are decoded two at a time.
 
     Attributes:
         signed: whether there are negative values.
         values: (256,) float32.
         bounds: (256,) float32: a number above bounds[c] has a code above c; the last is infinite.
-        codes: (65536,) uint8: the smallest code of the numbers with these upper bits, which count
-            from the sign bit alone on (a NaN has any sign).
-        uppers: (65536,) float32: `bounds` of `codes`.
+        entries: (65536,) int32, by the upper 16 bits, which count from the sign bit alone on (a NaN
+            has any sign): plus a number's bits, 2^16 times its code, and less than 2^16 more.
+        pairs: (65536,) int64: the bits of two values, by two codes as they lie in memory.
         zero: the code of zeros in a block that has other numbers too.
 
     References:
@@ -58,10 +63,9 @@ class DynamicMap:
         self.signed = signed
         values = _VALUES[signed]
         bounds = _bounds(values, signed)
-        codes = _codes_of_halves(bounds)
-        self.zero = int(codes[_HALF // 2])
-        self.values, self.bounds, self.codes = (x.to(device) for x in (values, bounds, codes))
-        self.uppers = self.bounds[self.codes.long()]
+        self.zero = int(torch.bucketize(bounds.new_zeros(()), bounds[:-1]))
+        made = values, bounds, _entries(bounds, self.zero), _pairs(values)
+        self.values, self.bounds, self.entries, self.pairs = (x.to(device) for x in made)
 
     def encode(self, x: Tensor, codes: Tensor, absmax: Tensor, scratch: Scratch) -> None:
         """Write the codes and scales of `x`; `x` is overwritten.
@@ -70,27 +74,26 @@ class DynamicMap:
             x: (256 n,) float32, contiguous.
             codes: (256 n,) uint8, written.
             absmax: (n,) float32, written.
-            scratch: working memory, 13 bytes an element of `x`.
+            scratch: working memory, 8 bytes an element of `x`.
         """
-        blocks = x.view(-1, BLOCK)
-        torch.amax(blocks.abs(), dim=1, out=absmax)
-        blocks.div_(absmax.masked_fill(absmax == 0, 1.0).unsqueeze(1))
-        narrow = scratch.take(x.numel(), torch.int32, x.device, "codec")
-        torch.bitwise_right_shift(x.view(torch.int32), 16, out=narrow)
-        narrow.add_(_HALF // 2)  # the sign bit was copied: no negative index
-        index = scratch.take(x.numel(), torch.int64, x.device, "codec")
-        index.copy_(narrow)
-        torch.index_select(self.codes, 0, index, out=codes)
-        uppers = narrow.view(torch.float32)
-        torch.index_select(self.uppers, 0, index, out=uppers)
-        above = scratch.take(x.numel(), torch.bool, x.device, "codec")
-        codes.add_(torch.gt(x, uppers, out=above).view(torch.uint8))
+        blocks, bits = x.view(-1, BLOCK), x.view(torch.int32)
+        index = scratch.take(x.numel(), torch.int32, x.device, "codec")
+        magnitudes = torch.abs(blocks, out=index.view(torch.float32).view(-1, BLOCK))
+        torch.amax(magnitudes, dim=1, out=absmax)
+        # Among zeros alone 0 / 0 makes NaN, whose code is that of zero.
+        blocks.div_(absmax.unsqueeze(1))
+        torch.bitwise_right_shift(bits, 16, out=index)
+        index.add_(_HALF // 2)  # the sign bit was copied: no negative index
+        found = scratch.take(x.numel(), torch.int32, x.device, "codec entries")
+        torch.index_select(self.entries, 0, index, out=found)
+        codes.copy_(found.add_(bits).bitwise_right_shift_(16).abs_())
 
     def decode(self, codes: Tensor, absmax: Tensor, out: Tensor, scratch: Scratch) -> None:
         """Write the numbers that codes (256 n,) and scales (n,) stand for to `out`, (256 n,)
         float32."""
-        index = scratch.take(codes.numel(), torch.int64, codes.device, "codec").copy_(codes)
-        torch.index_select(self.values, 0, index, out=out)
+        pairs = codes.view(torch.uint16)
+        index = scratch.take(pairs.numel(), torch.int32, codes.device, "codec").copy_(pairs)
+        torch.index_select(self.pairs, 0, index, out=out.view(torch.int64))
         out.view(-1, BLOCK).mul_(absmax.unsqueeze(1))
 
 
@@ -145,15 +148,29 @@ def _bounds(values: Tensor, signed: bool) -> Tensor:
     return torch.cat([bounds, bounds.new_full((1,), torch.inf)])
 
 
-def _codes_of_halves(bounds: Tensor) -> Tensor:
-    """Return the smallest code of all float32 with the same upper 16 bits, in [-1, 1]."""
-    halves = torch.arange(_HALF, dtype=torch.int64, device=bounds.device)
-    negative = halves >= _HALF // 2
-    # The lower bits take a negative number further down.
-    lowest = (halves << 16) + torch.where(negative, 0xFFFF, 0)
-    signed_bits = torch.where(lowest >= 1 << 31, lowest - (1 << 32), lowest).to(torch.int32)
-    numbers = signed_bits.view(torch.float32)
-    codes = torch.bucketize(numbers, bounds[:-1])  # bounds < number, as in `encode`
+def _entries(bounds: Tensor, zero: int) -> Tensor:
+    """Return `DynamicMap.entries`."""
+    halves = torch.arange(-_HALF // 2, _HALF // 2, dtype=torch.int64, device=bounds.device)
+    negative = halves < 0
+    # The smallest numbers with these upper bits: the lower ones take a negative one further down.
+    numbers = _floats((halves << 16) + torch.where(negative, _HALF - 1, 0))
+    codes = torch.bucketize(numbers, bounds[:-1])  # bounds < number
     # A NaN has a sign that depends on how it came about.
-    codes[numbers.isnan()] = int(torch.bucketize(bounds.new_zeros(()), bounds[:-1]))
-    return codes.roll(_HALF // 2).to(torch.uint8)
+    codes[numbers.isnan()] = zero
+    bits = bounds[codes].view(torch.int32).to(torch.int64)
+    low = bits & (_HALF - 1)
+    cut = (bits >> 16 == halves) & bounds[codes].isfinite()  # whether there are two codes
+    above = torch.where(cut, (codes << 16) + (_HALF - 1 - low), codes << 16)
+    below = torch.where(cut, (-(codes + 1) << 16) + (_HALF - low), -codes << 16)
+    return (torch.where(negative, below, above) - (halves << 16)).to(torch.int32)
+
+
+def _floats(bits: Tensor) -> Tensor:
+    """Return float32 with these bits, signed int64."""
+    return bits.to(torch.int32).view(torch.float32)
+
+
+def _pairs(values: Tensor) -> Tensor:
+    """Return `DynamicMap.pairs`."""
+    codes = torch.arange(_HALF, dtype=torch.int32, device=values.device).to(torch.uint16)
+    return values[codes.view(torch.uint8).long()].view(torch.int64)

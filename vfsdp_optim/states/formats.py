@@ -1,7 +1,7 @@
 """Where optimizer state lives: flat tensors of numbers or of codes, and what users see of them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -42,6 +42,11 @@ class State(ABC):
     @abstractmethod
     def narrow(self, start: int, stop: int) -> "State":
         """Return elements start:stop, in the same memory; `start` is a multiple of the unit."""
+
+    @abstractmethod
+    def split(self, numel: int) -> Sequence["State"]:
+        """Return pieces of `numel` elements, a multiple of the unit, the last one perhaps of fewer,
+        in the same memory."""
 
     @abstractmethod
     def open(self, scratch: Scratch, purpose: str) -> Tensor:
@@ -133,6 +138,10 @@ class PlainState(State):
         """Return a view."""
         return PlainState(self.tensor[start:stop])
 
+    def split(self, numel: int) -> list["PlainState"]:
+        """Return views."""
+        return [PlainState(piece) for piece in self.tensor.split(numel)]
+
     def open(self, scratch: Scratch, purpose: str) -> Tensor:
         """Return the tensor itself."""
         return self.tensor
@@ -211,20 +220,30 @@ class BlockState(State):
         codes = self.codes[first * BLOCK : last * BLOCK]
         return BlockState(codes, self.absmax[first:last], self.signed, stop - start)
 
+    def split(self, numel: int) -> list["BlockState"]:
+        """Return whole blocks, the last one perhaps in part."""
+        pieces = zip(self.codes.split(numel), self.absmax.split(numel // BLOCK), strict=True)
+        return [
+            BlockState(codes, absmax, self.signed, min(numel, self.numel - i * numel))
+            for i, (codes, absmax) in enumerate(pieces)
+        ]
+
     def open(self, scratch: Scratch, purpose: str) -> Tensor:
         """Decode into working memory."""
         numbers = scratch.take(self.codes.numel(), torch.float32, self.codes.device, purpose)
         self.map.decode(self.codes, self.absmax, numbers, scratch)
-        return numbers[: self.numel]
+        return numbers if len(numbers) == self.numel else numbers[: self.numel]
 
     def close(self, numbers: Tensor, gaps: Iterable[tuple[int, int]], scratch: Scratch) -> None:
         """Encode. `numbers`, which is overwritten, is what `open` returned or as long."""
-        whole = numbers.as_strided((self.codes.numel(),), (1,), numbers.storage_offset())
+        held = self.codes.numel()
+        if held > self.numel:
+            numbers = numbers.as_strided((held,), (1,), numbers.storage_offset())
+            gaps = (*gaps, (self.numel, held))
         # Smallest codes stand for more than 0: padding would keep what is left of old scales.
-        for start, stop in (*gaps, (self.numel, self.codes.numel())):
-            if stop > start:
-                whole[start:stop].zero_()
-        self.map.encode(whole, self.codes, self.absmax, scratch)
+        for start, stop in gaps:
+            numbers[start:stop].zero_()
+        self.map.encode(numbers, self.codes, self.absmax, scratch)
 
     def read(self, start: int, stop: int, scratch: Scratch, purpose: str) -> Tensor:
         """Decode the blocks that hold the elements."""

@@ -9,6 +9,7 @@ class Scratch:
 
     def __init__(self) -> None:
         self._tensors: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
+        self._lent: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     @property
     def sizes(self) -> dict[tuple[str, torch.dtype], int]:
@@ -21,7 +22,11 @@ class Scratch:
         """Return `numel` elements with undefined values; the next call for the same purpose may
         return the same ones."""
         key = purpose, dtype, device
+        lent = self._lent.get(key)
+        if lent is not None and lent.numel() == numel:  # most chunks are alike
+            return lent
         tensor = self._tensors.get(key)
         if tensor is None or tensor.numel() < numel:
             tensor = self._tensors[key] = torch.empty(numel, dtype=dtype, device=device)
-        return tensor[:numel]
+        lent = self._lent[key] = tensor[:numel]
+        return lent
