@@ -95,9 +95,7 @@ class Run:
             for old, new in zip(kept, written, strict=True):
                 undo(self.skip, old, new)
 
-    def _pieces(
-        self, kept: bool
-    ) -> Iterator[tuple[int, int, Tensor, Tensor, dict[str, State]]]:
+    def _pieces(self, kept: bool) -> Iterator[tuple[int, int, Tensor, Tensor, dict[str, State]]]:
         """Yield (start, stop, param, grad, states) of what is worked on at a time."""
         numel = self.grad.numel()
         threads = torch.get_num_threads()
