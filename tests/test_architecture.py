@@ -22,7 +22,11 @@ ORDER = {
     "sharding.tensor": (
         "placement moves gradient_hooks local_ops random_ops reductions ragged_tensor"
     ).split(),
-    "sharding.checkpoint": "names matching optimizer_checks load_checks full_state".split(),
+    "sharding.checkpoint": (
+        "names matching optimizer_checks load_checks step_folders dcp_metadata messages "
+        "model_targets optimizer_states full_state contents reading saving verification loading "
+        "__init__"
+    ).split(),
     "sharding.fsdp": (
         "many_objects transforms proofs buffer gradient_slots held_parts forms parameter "
         "gathered slots originals reduction containers input_views kept_tensors beginnings bucket "
@@ -57,7 +61,7 @@ PURE = [
     f"{folder}.{name}"
     for folder, names in {
         "sharding.planning": "cuts granule bounds orders search planner segments holders ownership",
-        "sharding.checkpoint": "names matching optimizer_checks",
+        "sharding.checkpoint": "names matching optimizer_checks step_folders",
         "vfsdp_optim.capacity": "shapes huggingface parallelism",
     }.items()
     for name in names.split()

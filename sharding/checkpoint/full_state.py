@@ -15,7 +15,7 @@ written after that has accepted them.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -25,10 +25,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from sharding.checkpoint.load_checks import EXTRA_STATE
-from sharding.checkpoint.matching import brought_names, match_parameters
+from sharding.checkpoint.model_targets import (
+    Target,
+    TensorOutline,
+    check_model,
+    is_extra_state,
+    targets_of,
+)
 from sharding.checkpoint.names import plain_names
-from sharding.checkpoint.optimizer_checks import check_built, check_owned
+from sharding.checkpoint.optimizer_states import known_names, names_of_parameters, renumbered
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from sharding.transport.agreement import check_same_on_all_ranks
 from sharding.transport.axes import (
@@ -39,14 +44,6 @@ from sharding.transport.axes import (
     shard_rank,
 )
 from sharding.transport.collectives import all_to_all
-
-
-@dataclass(frozen=True, slots=True)
-class _TensorOutline:
-    """Stands for a full tensor of one or more dims."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +86,7 @@ def load_full_state_dict(
         RuntimeError: Parameters are on the meta device, or ranks were given different states.
         NotImplementedError: Parameters that are DTensors of another kind or on several meshes.
     """
-    targets = _targets(model)
+    targets = targets_of(model)
     mesh = _mesh_of(targets)
     source = _with_plain_names(state if optimizer is not None else {"model": state})
     outline = _outline(source)
@@ -104,7 +101,7 @@ def load_full_state_dict(
         )
     _check_parts(outline, ["model"] if optimizer is None else ["model", "optimizer"])
     sender = _Sender(source, mesh if broadcast_from_rank0 else None)
-    _check_model(outline["model"], targets)
+    check_model(outline["model"], targets)
     if optimizer is not None:
         _load_optimizer(model, optimizer, outline["optimizer"], sender)
     _write_model(model, targets, outline["model"], sender)
@@ -131,11 +128,11 @@ def _outline(value: Any, *, whole: bool = False) -> Any:
         if value.layout is not torch.strided or value.is_meta:
             return _Foreign(f"a tensor of layout {value.layout} on {value.device}")
         if value.dim() and not whole:
-            return _TensorOutline(tuple(value.shape), value.dtype)
+            return TensorOutline(tuple(value.shape), value.dtype)
         return value.detach().cpu().clone()
     if isinstance(value, Mapping):
         return {
-            key: _outline(item, whole=whole or key == "param_groups" or _is_extra_state(key))
+            key: _outline(item, whole=whole or key == "param_groups" or is_extra_state(key))
             for key, item in value.items()
         }
     if type(value) in (list, tuple):
@@ -143,22 +140,18 @@ def _outline(value: Any, *, whole: bool = False) -> Any:
     return value
 
 
-def _is_extra_state(key: object) -> bool:
-    return isinstance(key, str) and key.rpartition(".")[2] == EXTRA_STATE
-
-
 def _describe(outline: Any, path: str = "state") -> Iterator[str]:
     """Return lines that are the same on ranks that were given states of the same structure."""
     if isinstance(outline, Mapping):
         for key, value in outline.items():
-            if _is_extra_state(key):  # may be each rank's own
+            if is_extra_state(key):  # may be each rank's own
                 yield f"{path}[{key!r}]"
             else:
                 yield from _describe(value, f"{path}[{key!r}]")
     elif isinstance(outline, (list, tuple)):
         for i, value in enumerate(outline):
             yield from _describe(value, f"{path}[{i}]")
-    elif isinstance(outline, (_TensorOutline, _Foreign, Tensor, int, float, str, type(None))):
+    elif isinstance(outline, (TensorOutline, _Foreign, Tensor, int, float, str, type(None))):
         yield f"{path}: {outline!r}"
     else:
         yield f"{path}: {type(outline).__name__}"
@@ -209,24 +202,7 @@ def _refuse_foreign(outline: Any, path: str) -> None:
 # -- the model -------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Target:
-    """What a key of the model's state dict stands for."""
-
-    key: str  # with what wrappers put into it
-    value: Any  # a parameter, a buffer or extra state
-
-
-def _targets(model: nn.Module) -> dict[str, _Target]:
-    """Return the live tensors of a model by plain name; its buckets are sharded afterwards."""
-    held = model.state_dict(keep_vars=True)
-    return {
-        name: _Target(key, value)
-        for name, (key, value) in zip(plain_names(list(held)), held.items(), strict=True)
-    }
-
-
-def _mesh_of(targets: Mapping[str, _Target]) -> DeviceMesh | None:
+def _mesh_of(targets: Mapping[str, Target]) -> DeviceMesh | None:
     """Return the mesh that parameters are sharded over; None if none is."""
     meshes: list[DeviceMesh] = []
     for name, target in targets.items():
@@ -244,46 +220,13 @@ def _mesh_of(targets: Mapping[str, _Target]) -> DeviceMesh | None:
     return meshes[0] if meshes else None
 
 
-def _check_model(outline: Mapping[str, Any], targets: Mapping[str, _Target]) -> None:
-    given = {id(target.value) for name, target in targets.items() if name in outline}
-    missing = [name for name, target in targets.items() if id(target.value) not in given]
-    unexpected = [name for name in outline if name not in targets]
-    if missing or unexpected:
-        cure = "; without an optimizer, state is the model's alone" if "model" in unexpected else ""
-        raise ValueError(
-            f"state: the model's keys do not fit: missing {missing}, unexpected {unexpected}{cure}"
-        )
-    on_meta = [n for n, t in targets.items() if isinstance(t.value, Tensor) and t.value.is_meta]
-    if on_meta:
-        raise RuntimeError(
-            f"{on_meta} are on the meta device; call module.to_empty(device=...) before loading"
-        )
-    wrong = []
-    for name, value in outline.items():
-        target = targets[name].value
-        if _is_extra_state(name):
-            continue  # of any type
-        if not isinstance(value, (_TensorOutline, Tensor)):
-            wrong.append(f"{name}: expected a tensor, got {type(value).__name__}")
-        elif tuple(value.shape) != tuple(target.shape):
-            wrong.append(f"{name}: expected shape {tuple(target.shape)}, got {tuple(value.shape)}")
-        elif not _castable(value.dtype, target.dtype):
-            wrong.append(f"{name}: expected {target.dtype}, got {value.dtype}")
-    if wrong:
-        raise ValueError("state does not fit the model: " + "; ".join(wrong))
-
-
-def _castable(source: torch.dtype, target: torch.dtype) -> bool:
-    return source == target or (source.is_floating_point and target.is_floating_point)
-
-
 @torch.no_grad()
 def _write_model(
-    model: nn.Module, targets: Mapping[str, _Target], outline: Mapping[str, Any], sender: _Sender
+    model: nn.Module, targets: Mapping[str, Target], outline: Mapping[str, Any], sender: _Sender
 ) -> None:
     for name, value in outline.items():
         target = targets[name].value
-        if _is_extra_state(name):
+        if is_extra_state(name):
             owner = model.get_submodule(targets[name].key.rpartition(".")[0])
             cast(Any, owner).set_extra_state(value)
         elif isinstance(value, Tensor):  # of no dims: it came with the outline
@@ -305,47 +248,12 @@ def _load_optimizer(
 ) -> None:
     """Receive this rank's pieces of all states and hand them to the optimizer."""
     where = "state['optimizer']: "
-    check_built(outline, where)
-    own_groups = optimizer.param_groups
-    match = match_parameters(
-        outline["param_groups"], own_groups, _names_in_model(model, own_groups), where
-    )
-    check_owned(outline, where)
-    brought = brought_names(outline["param_groups"], own_groups, match)
-    groups, states = [], {}
-    number = 0
-    for g, (places, source, group) in enumerate(
-        zip(match.places, match.sources, own_groups, strict=True)
-    ):
-        saved = group if source is None else outline["param_groups"][source]
-        numbers = []
-        for (s, i), param in zip(places, group["params"], strict=True):
-            saved_id = outline["param_groups"][s]["params"][i]
-            state = outline["state"].get(saved_id)
-            if state is not None:
-                path = ("optimizer", "state", saved_id)
-                own = optimizer.state.get(param, {})
-                states[number] = {
-                    key: _receive_state(value, param, own.get(key), (*path, key), sender)
-                    for key, value in state.items()
-                }
-            numbers.append(number)
-            number += 1
-        kept = {k: v for k, v in saved.items() if k not in ("params", "param_names")}
-        names = {} if brought is None else {"param_names": brought[g]}
-        groups.append({**kept, **names, "params": numbers})
-    optimizer.load_state_dict({"state": states, "param_groups": groups})
 
+    def receive(value: Any, param: Tensor, own: Any, path: tuple[Any, str]) -> Any:
+        return _receive_state(value, param, own, ("optimizer", "state", *path), sender)
 
-def _names_in_model(
-    model: nn.Module, groups: Sequence[Mapping[str, Any]]
-) -> list[list[Sequence[str]]]:
-    """Return the names in the model of the parameters of each group; none where one is not its."""
-    names: dict[int, list[str]] = {}
-    named = list(model.named_parameters(remove_duplicate=False))
-    for name, (_, parameter) in zip(plain_names([n for n, _ in named]), named, strict=True):
-        names.setdefault(id(parameter), []).append(name)
-    return [[names.get(id(parameter), ()) for parameter in group["params"]] for group in groups]
+    names = known_names(optimizer, names_of_parameters({("model",): model}))
+    optimizer.load_state_dict(renumbered(outline, optimizer, names, receive, where))
 
 
 def _receive_state(
@@ -361,7 +269,7 @@ def _receive_state(
         like = own if isinstance(own, RaggedDTensor) and own.shape == value.shape else param
         whole = value.to(like._local_tensor.device)
         return distribute_ragged(whole, like.device_mesh, like.placement)
-    if not isinstance(value, _TensorOutline):
+    if not isinstance(value, TensorOutline):
         return value
     # Such as the scales of 8-bit codes, whose shape is not the parameter's.
     like = own if isinstance(own, Tensor) and own.dim() else param
@@ -419,7 +327,7 @@ class _Sender:
             value = value[key]
         return cast(Tensor, value).detach()
 
-    def broadcast(self, path: tuple[Any, ...], outline: _TensorOutline) -> Tensor:
+    def broadcast(self, path: tuple[Any, ...], outline: TensorOutline) -> Tensor:
         """Return the full tensor, on every rank."""
         full = self._full(path)
         if self._mesh is None:
@@ -435,7 +343,7 @@ class _Sender:
         return tensor
 
     def scatter(
-        self, path: tuple[Any, ...], outline: _TensorOutline, like: RaggedDTensor, out: Tensor
+        self, path: tuple[Any, ...], outline: TensorOutline, like: RaggedDTensor, out: Tensor
     ) -> None:
         """Fill `out`, (n_local,), with this rank's range of the full tensor.
 

@@ -44,12 +44,12 @@ class Admissible:
 
 
 def least_shard(cells: Sequence[Cells], world_size: int, step: int = 1) -> int:
-    """Return cells that no legal shard is smaller than, a multiple of `step`: `load`, then
+    """Return cells that no legal shard is smaller than, a multiple of `step`: `fullest_rank`, then
     admissible."""
-    return Admissible(cells, step).at_least(load(cells, world_size))
+    return Admissible(cells, step).at_least(fullest_rank(cells, world_size))
 
 
-def load(cells: Sequence[Cells], world_size: int) -> int:
+def fullest_rank(cells: Sequence[Cells], world_size: int) -> int:
     """Return cells that some rank must hold, in however many segments the tensors are laid out.
 
     Runs that cannot be cut are dealt to the ranks. Of the k*m + 1 longest, some of the m ranks
@@ -65,7 +65,7 @@ def load(cells: Sequence[Cells], world_size: int) -> int:
 
 
 def _pigeonhole(runs: Counter[int], world_size: int) -> int:
-    """Return the largest k of `load` for each length that occurs."""
+    """Return the largest k of `fullest_rank` for each length that occurs."""
     lengths = sorted(runs, reverse=True)
     most = max(lengths, default=0)
     longest = 0  # runs of this length or longer

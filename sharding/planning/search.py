@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from math import lcm
 
-from sharding.planning.bounds import Admissible, load
+from sharding.planning.bounds import Admissible, fullest_rank
 from sharding.planning.granule import Cells
 from sharding.planning.orders import KindRuns, Orders, fewest_group_runs
 
@@ -71,7 +71,7 @@ class _Search:
     def __init__(self, cells: Sequence[Cells], world_size: int, step: int) -> None:
         self.orders = Orders(cells, world_size)
         self.admissible = Admissible(cells, step)
-        self.bound = self.admissible.at_least(load(cells, world_size))
+        self.bound = self.admissible.at_least(fullest_rank(cells, world_size))
         # With the mean load plus the largest tensor, each rank takes whole tensors until it holds
         # the mean; the greedy placement of any order is not worse.
         self.mean = -(-self.orders.total // world_size)

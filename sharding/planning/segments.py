@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 from itertools import combinations
 
-from sharding.planning.bounds import load
+from sharding.planning.bounds import fullest_rank
 from sharding.planning.planner import (
     ALIGN,
     SegmentPlan,
@@ -116,7 +116,7 @@ def least_total_shard(
     cells = measured_cells(
         [(tensor.numel, tensor.granule) for tensor in tensors if tensor.numel], align
     )
-    return align * load(cells, world_size) if cells else 0
+    return align * fullest_rank(cells, world_size) if cells else 0
 
 
 def _padding(partition: dict[Members, SegmentPlan]) -> int:
