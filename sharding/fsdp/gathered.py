@@ -12,6 +12,7 @@ what it was gathered from was written since, in the form that users see or in th
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ from sharding.fsdp.parameter import BucketParameter
 
 # Set on unsharded parameters, which nobody may keep: their memory is freed after backward.
 _GATHERED = "_gathered_form_of"
+_VIEWS = "_views_lent"
 
 
 def mark_gathered(parameter: Tensor, fqn: str) -> None:
@@ -64,16 +66,32 @@ class GatheredParameter(nn.Parameter):
     def data(self) -> Tensor:
         """The memory, without autograd."""
         self.data_taken = GatheredParameter.any_taken = True
-        return super().data
+        return _lent(self, super().data)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         with torch.no_grad():
             self.copy_(value)
 
+    def detach(self) -> Tensor:
+        """Return the memory, without autograd."""
+        view = super().detach()
+        return view if torch.compiler.is_compiling() else _lent(self, view)
 
-class FreedParameter(nn.Parameter):
-    """What a gathered parameter is while its memory is freed: no operation reads it unnoticed."""
+
+def _lent(parameter: Tensor, view: Tensor) -> Tensor:
+    """Remember a view of a gathered parameter, which somebody may keep; returns it."""
+    views = parameter.__dict__.get(_VIEWS)
+    if views is None:
+        views = parameter.__dict__[_VIEWS] = weakref.WeakValueDictionary()
+    views[id(view)] = view
+    return view
+
+
+class _Freed:
+    """What was gathered, while its memory is freed: no operation reads it unnoticed."""
+
+    __slots__ = ()
 
     @classmethod
     def __torch_function__(
@@ -94,17 +112,49 @@ class FreedParameter(nn.Parameter):
         leaves = [*args, *(kwargs or {}).values()]
         lists = [each for each in leaves if isinstance(each, (list, tuple))]
         leaves += [each for one in lists for each in one]
-        freed = next((each for each in leaves if isinstance(each, FreedParameter)), None)
-        name = "a parameter" if freed is None else gathered_from(freed)
+        freed = next((each for each in leaves if isinstance(each, _Freed)), None)
+        name = "a parameter" if freed is None else gathered_from(cast(Tensor, freed))
         raise RuntimeError(
             f"{name} was kept in its gathered form, whose memory was freed by a reshard, and used "
             f"in {getattr(func, '__name__', func)}; take parameters from model.named_parameters() "
             f"when they are needed, or keep them gathered with set_reshard_after_forward(False)"
         )
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:  # type: ignore[override]
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         """Say what it was; never raises, so that debuggers can show it."""
-        return f"FreedParameter({gathered_from(self)!r}, shape={tuple(self.shape)})"
+        tensor = cast(Tensor, self)
+        return f"{type(self).__name__}({gathered_from(tensor)!r}, shape={tuple(tensor.shape)})"
+
+
+class FreedParameter(_Freed, nn.Parameter):  # type: ignore[misc]
+    """A gathered parameter."""
+
+
+class FreedDTensor(_Freed, DTensor):  # type: ignore[misc]
+    """A gathered parameter that is sharded over other axes too."""
+
+
+class FreedView(_Freed, Tensor):  # type: ignore[misc]
+    """What `data` or `detach()` of one gave. Other views are made too often to be watched."""
+
+
+_FREED = {nn.Parameter: FreedParameter, GatheredParameter: FreedParameter, DTensor: FreedDTensor}
+_OPEN = {
+    nn.Parameter: GatheredParameter,
+    FreedParameter: GatheredParameter,
+    FreedDTensor: DTensor,
+}
+
+
+def _closed(form: Tensor, views: list[Tensor]) -> list[weakref.ref[Tensor]]:
+    """Have further uses of kept views of a parameter raise, and return those; copies stay."""
+    closed, memory = [], form.untyped_storage()._cdata
+    for view in views:
+        if type(view) is Tensor and view.untyped_storage()._cdata == memory:
+            mark_gathered(view, cast(str, gathered_from(form)))
+            view.__class__ = FreedView
+            closed.append(weakref.ref(view))
+    return closed
 
 
 class GatheredForms:
@@ -114,6 +164,7 @@ class GatheredForms:
         self._parameters = parameters
         self._sources: list[tuple[int, int]] = []  # versions as of the last gather
         self._forms: list[int] = []
+        self._views: list[weakref.ref[Tensor]] = []  # that are kept, while their memory is freed
 
     def note_sources(self) -> None:
         """Remember what is gathered from now on."""
@@ -122,15 +173,22 @@ class GatheredForms:
     def open(self) -> None:
         """Make parameters of what was freed; their values have arrived."""
         for parameter in self._parameters:
-            if not isinstance(parameter.unsharded, DTensor):
-                parameter.unsharded.__class__ = GatheredParameter
+            form = parameter.unsharded
+            form.__class__ = _OPEN.get(form.__class__, form.__class__)  # type: ignore[assignment]
+        if self._views:
+            for kept in self._views:
+                if (view := kept()) is not None:
+                    view.__class__ = Tensor
+            self._views = []
         self._forms = self._form_versions()
 
     def close(self) -> None:
         """Have every further use of the gathered forms raise."""
         for parameter in self._parameters:
-            if not isinstance(parameter.unsharded, DTensor):
-                parameter.unsharded.__class__ = FreedParameter
+            form = parameter.unsharded
+            if (lent := form.__dict__.pop(_VIEWS, None)) is not None:
+                self._views += _closed(form, list(lent.values()))
+            form.__class__ = _FREED.get(form.__class__, form.__class__)  # type: ignore[assignment]
 
     def are_old(self) -> bool:
         """Return whether what was gathered has been written since, in its sharded form."""

@@ -207,6 +207,8 @@ def test_uses_that_would_be_wrong_are_refused_by_name():
     fully_shard(model)
     model.unshard()
     kept = model.weight
+    views = [kept.data, kept.detach()]
+    copies = [kept.clone(), kept.reshape(2, 32).mul(2.0)]
     assert type(next(model.parameters())) is type(dict(model.named_parameters())["weight"])
     assert all(hasattr(p, "placements") for p in model.parameters())
     model.reshard()
@@ -223,6 +225,13 @@ def test_uses_that_would_be_wrong_are_refused_by_name():
             name
         )
     found["kept"] = message_of(lambda: kept.sum())
+    assert {message_of(view.sum) for view in views} == {found["kept"]}
+    assert repr(views[1]) == "FreedView('weight', shape=(8, 8))"
+    torch.testing.assert_close(2 * copies[0].view(2, 32), copies[1])
+    model.unshard()
+    assert {type(view) for view in views} == {Tensor}
+    torch.testing.assert_close(views[1], copies[0])
+    model.reshard()
 
     model.unshard()
     optimizer = torch.optim.SGD([model.weight], lr=0.1)

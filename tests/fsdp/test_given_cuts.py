@@ -205,3 +205,11 @@ def test_errors_name_the_parameter() -> None:
     fully_shard(net, shard_placement_fn=lambda p: Shard(0))
     with pytest.raises(ValueError, match="inner modules first"):
         fully_shard(net[0])
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    net = parallelize_module(nn.Linear(4, 4), mesh["tensor"], ColwiseParallel())
+    fully_shard(net, mesh=mesh["data"]).unshard()
+    kept = net.weight
+    assert kept.shape == (4, 4)
+    net.reshard()
+    with pytest.raises(RuntimeError, match=r"^weight was kept in its gathered form.* in sum; take"):
+        kept.sum()
