@@ -334,7 +334,9 @@ def chosen_algorithm(choice: object, known: dict[str, Algorithm], where: str) ->
 def plain_value(value: Any) -> Any:
     """Return numbers, and tuples of them, for what configuration libraries give: NumPy's scalars
     and arrays, fractions, sequences that are no lists. Everything else is returned as it is."""
-    if value is None or isinstance(value, str | bytes | bool | int | float | Tensor):
+    if value is None or isinstance(value, str | bytes | bool | Tensor):
+        return value
+    if type(value) in (int, float):  # np.float64 is a float too
         return value
     if isinstance(value, tuple | list):
         items = [plain_value(item) for item in value]

@@ -253,6 +253,8 @@ def test_script_carries_functions_that_cannot_be_imported():
     scope: dict[str, Any] = {}
     exec(text.rpartition("\n")[0], scope)
     assert scope["make_optimizer"](None) == 0.5
+    text = script(partial(torch.optim.SGD, lr=0.5), Program(((3,),)), "why")
+    assert "sys.path" not in text  # what is installed is found without
 
 
 def test_script_finds_modules_that_a_pickled_function_uses(tmp_path, monkeypatch):

@@ -63,6 +63,20 @@ def test_fused_leaves_out_steps_that_only_the_device_knows_to_be_not_finite():
     assert optimizer.skipped_steps == 1
 
 
+def test_fused_steps_where_states_were_loaded_in_another_dtype():
+    models = [unsharded(SHAPES, torch.bfloat16) for _ in range(2)]
+    plain = AdamW(models[0].parameters(), lr=0.1, state_dtype=torch.float32)
+    fused = AdamW(models[1].parameters(), lr=0.1, fused=True)
+    trained(models[0], plain)
+    models[1].load_state_dict(models[0].state_dict())
+    saved = plain.state_dict()
+    for group in saved["param_groups"]:
+        group |= {"fused": True, "state_dtype": None}
+    fused.load_state_dict(saved)
+    actual, expected = (trained(*pair) for pair in zip(models, (plain, fused), strict=True))
+    assert all(map(torch.equal, actual, expected))
+
+
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = [optimizer.state[p] for p in model.parameters()]
     return [*model.parameters(), *(s[key] for s in states for key in s if key != "step")]

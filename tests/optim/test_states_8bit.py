@@ -143,18 +143,21 @@ def named_matrices(count: int) -> list[tuple[str, nn.Parameter]]:
 
 
 def test_8bit_states_of_named_parameters_and_of_groups_stay_in_32_bits():
-    params = named_matrices(4)
+    params = named_matrices(6)
     optimizer = AdamW(
         [
             {"params": params[:2]},
             {"params": params[2:3], "states": "32bit"},
-            {"params": params[3:], "keep_32bit": (name for name in ["w3"])},
+            {"params": params[3:4], "keep_32bit": (name for name in ["w3"])},
+            {"params": params[4:5], "states": Precision(keep_32bit=["w4"])},
+            {"params": params[5:], "states": Precision("8bit"), "keep_32bit": ["w5"]},
         ],
         states=Precision("8bit", keep_32bit=["w1"]),
     )
     packed = ["exp_avg.codes" in optimizer.state[param] for _, param in params]
-    assert packed == [True, False, False, False]
-    assert [group["states"] for group in optimizer.param_groups] == ["8bit", "32bit", "8bit"]
+    assert packed == [True] + [False] * 5
+    states = ["8bit", "32bit", "8bit", "32bit", "8bit"]
+    assert [group["states"] for group in optimizer.param_groups] == states
 
 
 def test_8bit_states_leave_out_embeddings_and_heads_of_a_model():

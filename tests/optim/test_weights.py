@@ -237,16 +237,3 @@ def test_master_weights_and_stochastic_rounding_exclude_each_other():
     ):
         AdamW([("w", half)], states=Precision(stochastic_rounding=True))
     AdamW([("w", half)], states=Precision(master_weights=True))
-
-
-def test_precision_of_a_group_counts_before_that_of_the_optimizer():
-    params = [(f"w{i}", nn.Parameter(torch.ones(64, 64))) for i in range(3)]
-    groups = [
-        {"params": params[:1]},
-        {"params": params[1:2], "states": Precision(keep_32bit=["w1"])},
-        {"params": params[2:], "states": Precision("8bit"), "keep_32bit": ["w2"]},
-    ]
-    optimizer = AdamW(groups, states=Precision("8bit"))
-    assert [group["states"] for group in optimizer.param_groups] == ["8bit", "32bit", "8bit"]
-    packed = ["exp_avg.codes" in optimizer.state[param] for _, param in params]
-    assert packed == [True, False, False]
