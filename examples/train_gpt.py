@@ -4,6 +4,8 @@
     torchrun --nproc-per-node 4 examples/train_gpt.py  uses torchrun's
     python examples/train_gpt.py --plan                prints where every parameter lies, and leaves
     python examples/train_gpt.py --resume --ranks 3    continues the last run, here on 3 ranks
+    torchrun --nproc-per-node 4 --max-restarts 3 examples/train_gpt.py --resume=auto
+                                                       starts or continues, also where a rank died
 
 It ends with bits per byte on files that were held out, beside those of models that only count
 which byte follows which one or two.
@@ -27,8 +29,9 @@ import argparse
 import json
 import math
 import os
+import shutil
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -40,8 +43,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.run import main as torchrun
 from tqdm import tqdm
 
-import checkpoints
 from gpt import GPT, GPTConfig, generate
+from sharding import checkpoint
 from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
 from vfsdp_optim import (
     SOAP,
@@ -63,6 +66,7 @@ SIZES = {
 SEQUENCES = 24  # of a batch, at least one a rank; however many ranks share it, it is the same batch
 HELD_OUT_BATCHES = 40  # of SEQUENCES windows each
 REPORT_EVERY = 10  # steps; reading a loss makes the host wait for the device
+SETTINGS, REPORT = "settings.json", "report.json"  # beside the checkpoints
 PROMPT = b"import os\n\n\ndef "
 
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.016, "shampoo": 0.016, "soap": 0.008}
@@ -108,7 +112,13 @@ def parse_arguments() -> argparse.Namespace:
     option("--seed", type=int, default=0, help="of weights and data (default: 0)")
     option("--checkpoint", type=Path, metavar="DIR", help="(default: runs/OPTIMIZER)")
     option("--save-every", type=int, default=100, metavar="STEPS", help="(default: 100)")
-    option("--resume", action="store_true", help="continue the run in DIR")
+    option(
+        "--resume",
+        nargs="?",
+        const="yes",
+        choices=("yes", "auto"),
+        help="continue the run in DIR; with =auto, start it where there is none",
+    )
     option("--plan", action="store_true", help="print the layout and leave")
     args = parser.parse_args()
     args.checkpoint = args.checkpoint or Path("runs") / args.optimizer
@@ -119,7 +129,7 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"expected at most {SEQUENCES} --ranks, got {args.ranks!r}: start fewer")
     if not args.plan:
         try:
-            checkpoints.check(args.checkpoint, settings(args), resume=args.resume)
+            check(args.checkpoint, settings(args), args.resume)
         except (OSError, ValueError) as error:
             parser.error(str(error))
     return args
@@ -128,6 +138,95 @@ def parse_arguments() -> argparse.Namespace:
 def settings(args: argparse.Namespace) -> dict[str, str | int]:
     """Returns the options that a resumed run shares with the one that was saved."""
     return {name: getattr(args, name) for name in ("size", "optimizer", "states", "seed")}
+
+
+# -- checkpoints -----------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class Run:
+    """All that a training run remembers. Data and learning rates are functions of the step.
+
+    Attributes:
+        model: Sharded.
+        optimizer: Of that model.
+        losses: 0-d, of every step taken so far.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    losses: list[Tensor] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        """How many steps are done."""
+        return len(self.losses)
+
+    def save(self, directory: Path) -> checkpoint.Saving:
+        """Saves this step, in the background. Every rank calls it."""
+        losses = [loss.item() for loss in self.losses]
+        return checkpoint.save(
+            directory,
+            self.step,
+            model=self.model,
+            optimizer=self.optimizer,
+            extra={"losses": losses},
+            asynchronous=True,
+        )
+
+    def load(self, directory: Path) -> None:
+        """Continues from the last checkpoint. Every rank calls it."""
+        extra = {"losses": None}
+        checkpoint.load(directory, model=self.model, optimizer=self.optimizer, extra=extra)
+        self.losses = list(torch.tensor(extra["losses"]))
+
+
+def check(directory: Path, settings: dict[str, str | int], resume: str | None) -> None:
+    """Refuses to resume from nothing or from another run, and to lose an unfinished one.
+
+    Args:
+        directory: Holds the checkpoints of one run.
+        settings: Options that a resumed run shares with the saved one.
+        resume: "yes", "auto" or None; see --resume.
+
+    Raises:
+        FileExistsError: Starting over would delete checkpoints of an unfinished run.
+        FileNotFoundError: There is no checkpoint to resume from.
+        ValueError: The checkpoints are of a run with other settings.
+    """
+    found = checkpoint.latest(directory)
+    if resume is None:
+        if found is not None and not (directory / REPORT).exists():
+            raise FileExistsError(
+                f"expected no unfinished run in {str(directory)!r}, found step {found}: "
+                "go on with --resume, or choose another --checkpoint"
+            )
+    elif found is None and resume == "yes":
+        raise FileNotFoundError(
+            f"expected a checkpoint to resume from in {str(directory)!r}, found none that is "
+            "whole: start a run without --resume"
+        )
+    elif found is not None:
+        saved = json.loads((directory / SETTINGS).read_text())
+        for name, value in settings.items():
+            if saved[name] != value:
+                raise ValueError(
+                    f"expected --{name} {saved[name]}, as in {str(directory)!r}, got {value!r}: "
+                    "resume with the same, or choose another --checkpoint"
+                )
+
+
+def prepare(directory: Path, settings: dict[str, str | int], *, resumed: bool) -> None:
+    """Leaves in the directory what the run goes on from, and its settings. Rank 0 calls it."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / REPORT).unlink(missing_ok=True)  # what was finished goes on
+    if not resumed:
+        for path in sorted(directory.glob("step-*"), reverse=True):  # each after its .part
+            # Under this name it is nothing to resume from, should a kill come here.
+            shutil.rmtree(path if path.suffix else path.rename(f"{path}.part"))
+    part = directory / f"{SETTINGS}.part"
+    part.write_text(json.dumps(settings))
+    part.replace(directory / SETTINGS)
 
 
 # -- ranks -----------------------------------------------------------------------------------------
@@ -181,7 +280,7 @@ def join_ranks(requested: int | None) -> World:
 # -- training --------------------------------------------------------------------------------------
 
 
-def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
+def build(args: argparse.Namespace, world: World) -> Run:
     """Returns a sharded model and its optimizer, before the first step."""
     torch.manual_seed(args.seed)  # the same weights on every rank
     with world.device:
@@ -201,12 +300,12 @@ def build(args: argparse.Namespace, world: World) -> checkpoints.Run:
         optimizer = AdamW(
             model.named_parameters(), lr=lr, states=Precision(args.states, keep_32bit=kept), **adamw
         )
-        return checkpoints.Run(model, optimizer)
+        return Run(model, optimizer)
     # Hidden matrices are the optimizer's; embedding, head and the gains of norms are AdamW's.
     of_adamw = dict(lr=LEARNING_RATES["adamw"], **adamw)
     groups = param_groups(model, algorithm=args.optimizer, adamw=of_adamw)
     make_optimizer, options = MATRIX_OPTIMIZERS[args.optimizer]
-    return checkpoints.Run(model, make_optimizer(groups, lr=lr, states=args.states, **options))
+    return Run(model, make_optimizer(groups, lr=lr, states=args.states, **options))
 
 
 def schedule(step: int, steps: int) -> float:
@@ -226,7 +325,7 @@ def share_of_loss(model: nn.Module, batch: Tensor, world: World) -> Tensor:
     return losses / batch[:, 1:].numel()
 
 
-def train(run: checkpoints.Run, text: Tensor, args: argparse.Namespace, world: World) -> None:
+def train(run: Run, text: Tensor, args: argparse.Namespace, world: World) -> None:
     """Takes the steps that are left; saves every --save-every steps and at the end.
 
     Raises:
@@ -236,9 +335,14 @@ def train(run: checkpoints.Run, text: Tensor, args: argparse.Namespace, world: W
     launcher = os.getppid()
     peaks = [group["lr"] for group in run.optimizer.param_groups]
     if args.resume:
-        checkpoints.load(args.checkpoint, run)
-    elif world.rank == 0:
-        checkpoints.delete(args.checkpoint)
+        try:
+            run.load(args.checkpoint)
+        except FileNotFoundError:  # on every rank
+            if args.resume != "auto":
+                raise
+    if world.rank == 0:
+        prepare(args.checkpoint, settings(args), resumed=run.step > 0)
+    saving = None
     bar = tqdm(
         total=args.steps * SEQUENCES * context,
         initial=run.step * SEQUENCES * context,
@@ -265,11 +369,13 @@ def train(run: checkpoints.Run, text: Tensor, args: argparse.Namespace, world: W
             show_progress(bar, run)
         bar.update(SEQUENCES * context)
         if run.step % args.save_every == 0 or run.step == args.steps:
-            checkpoints.save(args.checkpoint, run, settings(args))
+            saving = run.save(args.checkpoint)
+    if saving is not None:
+        saving.result()
     bar.close()
 
 
-def show_progress(bar: tqdm, run: checkpoints.Run) -> None:
+def show_progress(bar: tqdm, run: Run) -> None:
     """Puts the step and the last loss into the bar.
 
     Raises:
@@ -314,7 +420,7 @@ def draw_losses(path: Path, losses: list[float], byte_models: dict[str, float]) 
     figure.savefig(path, dpi=120)
 
 
-def write_report(run: checkpoints.Run, bits: dict[str, float], text: str, directory: Path) -> None:
+def write_report(run: Run, bits: dict[str, float], text: str, directory: Path) -> None:
     """Prints held-out bits a byte and a sample; writes both and the losses beside the checkpoints.
 
     Args:
@@ -327,14 +433,14 @@ def write_report(run: checkpoints.Run, bits: dict[str, float], text: str, direct
     byte_models = {name: value for name, value in bits.items() if name != "GPT"}
     draw_losses(directory / "loss.png", losses, byte_models)
     report = {"held_out_bits": bits, "losses": losses, "sample": text}
-    (directory / checkpoints.REPORT).write_text(json.dumps(report))
+    (directory / REPORT).write_text(json.dumps(report))
     print(f"\na sample\n{text}\n\nbits per byte on held-out files")
     for name, value in bits.items():
         print(f"  {name:<20} {value:.3f}")
-    print(f"loss curve and report: {directory}/loss.png, {checkpoints.REPORT}")
+    print(f"loss curve and report: {directory}/loss.png, {REPORT}")
 
 
-def describe(run: checkpoints.Run, args: argparse.Namespace, world: World) -> str:
+def describe(run: Run, args: argparse.Namespace, world: World) -> str:
     """Returns the layout as a table and the run in a line; with --plan the optimizer's plan too."""
     parameters = sum(parameter.numel() for parameter in run.model.parameters())
     rates = {group["algorithm"]: group["lr"] for group in run.optimizer.param_groups}
@@ -364,7 +470,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def train_and_report(run: checkpoints.Run, args: argparse.Namespace, world: World) -> None:
+def train_and_report(run: Run, args: argparse.Namespace, world: World) -> None:
     """Trains to the last step, then measures and reports on rank 0."""
     corpus, context = read_corpus(), SIZES[args.size].context
     train(run, corpus.training, args, world)

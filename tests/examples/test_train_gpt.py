@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from as_script import EXAMPLES, run_script
-from examples.checkpoints import check, delete, whole
+from sharding import checkpoint
+
+sys.path.append(str(EXAMPLES))
+from train_gpt import check, prepare
 
 TINY = ["--size", "tiny", "--steps", "10", "--save-every", "5"]
 SETTINGS = {"size": "tiny", "optimizer": "muon", "seed": 0}
@@ -39,13 +42,9 @@ def report(directory: Path) -> dict:
     return json.loads((directory / "report.json").read_text())
 
 
-def checkpoint(directory: Path, step: int, **changes: object) -> Path:
-    """Makes what the bookkeeping sees of a whole checkpoint."""
-    path = directory / f"step-{step:08}"
-    path.mkdir(parents=True)
-    (path / "settings.json").write_text(json.dumps({**SETTINGS, **changes}))
-    (path / ".metadata").touch()
-    return path
+def save(directory: Path, step: int) -> Path:
+    """Makes a checkpoint, of which the bookkeeping sees the name and that it is whole."""
+    return checkpoint.save(directory, step, extra={"losses": [0.0] * step}, keep=None).result()
 
 
 def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: Path) -> None:
@@ -58,8 +57,8 @@ def test_killed_run_goes_on_with_ranks_that_share_the_batch_unevenly(tmp_path: P
     # What a kill during the save after the last step leaves behind.
     shutil.copytree(whole_run, killed)
     (killed / "report.json").unlink()
-    (killed / "step-00000010" / ".metadata").unlink()
-    train(5, "--checkpoint", killed, "--resume")
+    (killed / "step-00000010").rename(killed / "step-00000010.part")
+    train(5, "--checkpoint", killed, "--resume=auto")
 
     one, other = report(whole_run), report(killed)
     assert len(one["losses"]) == 10
@@ -76,36 +75,29 @@ def test_run_with_8bit_states_learns_and_shows_them(tmp_path: Path) -> None:
     losses = report(tmp_path)["losses"]
     assert losses[-1] < losses[0] - 0.5
     with pytest.raises(ValueError, match=r"expected --states 8bit, .*got '32bit'"):
-        check(tmp_path, {**SETTINGS, "states": "32bit"}, resume=True)
+        check(tmp_path, {**SETTINGS, "states": "32bit"}, "yes")
 
 
-def test_run_starts_over_only_where_none_is_unfinished(tmp_path: Path) -> None:
-    check(tmp_path, SETTINGS, resume=False)
-    checkpoint(tmp_path, 5)
-    with pytest.raises(FileExistsError, match=r"step-00000005.*--resume"):
-        check(tmp_path, SETTINGS, resume=False)
-    check(tmp_path, SETTINGS, resume=True)
-    (tmp_path / "report.json").touch()
-    check(tmp_path, SETTINGS, resume=False)
-
-
-def test_run_resumes_from_a_whole_checkpoint_of_the_same_run_only(tmp_path: Path) -> None:
-    (checkpoint(tmp_path, 5) / ".metadata").unlink()
+def test_run_starts_over_only_where_none_is_unfinished_and_resumes_its_own(tmp_path: Path) -> None:
+    for resume in (None, "auto"):
+        check(tmp_path, SETTINGS, resume)
     with pytest.raises(FileNotFoundError, match="without --resume"):
-        check(tmp_path, SETTINGS, resume=True)
-    checkpoint(tmp_path, 3, optimizer="adamw")
-    with pytest.raises(ValueError, match=r"--optimizer adamw.*got 'muon'"):
-        check(tmp_path, SETTINGS, resume=True)
-
-
-def test_checkpoints_are_told_apart_by_step_and_wholeness(tmp_path: Path) -> None:
-    steps = [200, 1000, 30]
-    paths = {step: checkpoint(tmp_path, step) for step in steps}
-    cut_short = checkpoint(tmp_path, 2000)
-    (cut_short / ".metadata").unlink()
-    assert whole(tmp_path) == [paths[step] for step in sorted(steps)]
-    delete(tmp_path, keep=[paths[1000]])
-    assert list(tmp_path.iterdir()) == [paths[1000]]
+        check(tmp_path, SETTINGS, "yes")
+    prepare(tmp_path, SETTINGS, resumed=False)
+    save(tmp_path, 5)
+    with pytest.raises(FileExistsError, match=r"found step 5: go on with --resume"):
+        check(tmp_path, SETTINGS, None)
+    for resume in ("yes", "auto"):
+        check(tmp_path, SETTINGS, resume)
+        with pytest.raises(ValueError, match=r"--optimizer muon.*got 'adamw'"):
+            check(tmp_path, {**SETTINGS, "optimizer": "adamw"}, resume)
+    (tmp_path / "report.json").touch()
+    check(tmp_path, SETTINGS, None)
+    (tmp_path / "step-00000005.part").mkdir()
+    prepare(tmp_path, SETTINGS, resumed=True)
+    assert checkpoint.latest(tmp_path) == 5
+    prepare(tmp_path, SETTINGS, resumed=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["settings.json"]
 
 
 def test_script_names_a_wrong_option_and_else_starts_its_ranks(tmp_path, monkeypatch, capsys):
