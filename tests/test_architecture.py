@@ -23,9 +23,9 @@ ORDER = {
         "placement moves gradient_hooks local_ops random_ops reductions ragged_tensor"
     ).split(),
     "sharding.checkpoint": (
-        "names matching optimizer_checks load_checks step_folders dcp_metadata messages "
-        "model_targets optimizer_states full_state contents reading saving verification loading "
-        "__init__"
+        "names matching optimizer_checks load_checks step_folders safetensors_header dcp_metadata "
+        "messages model_targets optimizer_states full_state safetensors_files contents reading "
+        "saving verification loading __init__"
     ).split(),
     "sharding.fsdp": (
         "many_objects transforms proofs buffer gradient_slots held_parts forms parameter "
@@ -61,7 +61,7 @@ PURE = [
     f"{folder}.{name}"
     for folder, names in {
         "sharding.planning": "cuts granule bounds orders search planner segments holders ownership",
-        "sharding.checkpoint": "names matching optimizer_checks step_folders",
+        "sharding.checkpoint": "names matching optimizer_checks step_folders safetensors_header",
         "vfsdp_optim.capacity": "shapes huggingface parallelism",
     }.items()
     for name in names.split()

@@ -24,10 +24,13 @@ from sharding.checkpoint.model_targets import (
     TensorOutline,
     check_model,
     is_extra_state,
+    memory_like,
+    state_for,
     targets_of,
 )
 from sharding.checkpoint.optimizer_states import known_names, names_of_parameters, renumbered
 from sharding.checkpoint.reading import Reader
+from sharding.checkpoint.safetensors_files import load_safetensors, tensors_on_all_ranks
 from sharding.checkpoint.saving import settle
 from sharding.checkpoint.step_folders import misfits, step_folders
 from sharding.checkpoint.verification import VerifiedCheckpoint, whole_checkpoint
@@ -63,8 +66,11 @@ def load(
 
     Any number of ranks, and any layout, load what any other has saved, each its part.
 
+    A model also loads from safetensors, as Hugging Face lays them out (a file, or an index and its
+    files), under the names that it has there: each rank reads its part. They have no digests.
+
     Args:
-        folder: As given to `save`.
+        folder: As given to `save`; or a folder with `model.safetensors` or its index, or one file.
         model: As given to `save`, or None to leave it as it is; on the device where it shall be.
         optimizer: The same. Its parameters are found by their names in the models.
         extra: What to load of what `save` was given. Objects with `load_state_dict` get their
@@ -73,7 +79,7 @@ def load(
         step: Of the checkpoint; None for the last that is whole.
 
     Returns:
-        The step of the checkpoint.
+        The step of the checkpoint; 0 for safetensors.
 
     Raises:
         FileNotFoundError: There is no checkpoint, or not all ranks see its files.
@@ -93,6 +99,13 @@ def load(
         )
 
     models, optimizers = messages.agree(arguments, "load a checkpoint")
+    tensors = tensors_on_all_ranks(messages, Path(folder))
+    if tensors is not None:
+        one = messages.agree(
+            lambda: _one_model(models, optimizers, extra, step), "load safetensors"
+        )
+        load_safetensors(messages, one, tensors, str(folder))
+        return 0
     whole = whole_checkpoint(messages, Path(folder), step)
     source = _Source.of(whole, messages)
     loading = _Loading(source, models, optimizers, extra if extra is not None else {})
@@ -100,6 +113,17 @@ def load(
     messages.agree(reader.read, f"read {whole.path}")
     messages.agree(loading.hand_on, f"load {whole.path}")
     return whole.manifest.step
+
+
+def _one_model(
+    models: Mapping[KeyPath, nn.Module],
+    optimizers: Mapping[KeyPath, torch.optim.Optimizer],
+    extra: Mapping[str, Any] | None,
+    step: int | None,
+) -> nn.Module:
+    if list(models) != [("model",)] or optimizers or extra or step is not None:
+        raise ValueError("a folder of safetensors holds one model: pass model= alone")
+    return models["model",]
 
 
 # -- what lies where -------------------------------------------------------------------------------
@@ -161,14 +185,6 @@ class _SavedTensor:
     outline: TensorOutline
 
 
-@torch.no_grad()
-def _like(target: Any, outline: TensorOutline) -> Tensor:
-    """Return memory on the host for a saved tensor, laid out as `target` where the shapes agree."""
-    if isinstance(target, Tensor) and tuple(target.shape) == outline.shape:
-        return torch.empty_like(target, dtype=outline.dtype, device="cpu", requires_grad=False)
-    return torch.empty(outline.shape, dtype=outline.dtype, device="cpu")
-
-
 # -- from there to the objects ---------------------------------------------------------------------
 
 
@@ -228,12 +244,8 @@ class _Loading:
             else:
                 outline = self._source.outline(parts[()])
                 assert outline is not None, "checked above"
-                values[name] = self._wanted[parts[()]] = _like(targets[name].value, outline)
-        shared = {id(targets[name].value): value for name, value in values.items()}
-        state = {
-            target.key: values[name] if name in values else shared[id(target.value)]
-            for name, target in targets.items()
-        }
+                values[name] = self._wanted[parts[()]] = memory_like(targets[name].value, outline)
+        state = state_for(targets, values)
         self._warn_of_lost(place)
         self._deliveries.append(lambda: _load_model(model, state))
 
@@ -264,7 +276,7 @@ class _Loading:
             if outline is None:
                 now[name] = None
             elif rest[0] == "param_groups":
-                now[name] = values[name] = _like(None, outline)
+                now[name] = values[name] = memory_like(None, outline)
             else:
                 values[name] = _SavedTensor(name, outline)
         values.update(self._source.read(now))
@@ -286,7 +298,7 @@ class _Loading:
         like = own if isinstance(own, Tensor) and tuple(own.shape) == shape else param
         if not shape and path[1] == "step":  # a count, as every optimizer of torch calls it
             like = own
-        return self._wanted.setdefault(value.name, _like(like, value.outline))
+        return self._wanted.setdefault(value.name, memory_like(like, value.outline))
 
     def _plan_extra(self) -> None:
         manifest = self._source.whole.manifest
@@ -312,7 +324,7 @@ class _Loading:
     def _read_now(self, parts: Mapping[KeyPath, str]) -> Any:
         """Return a value that is no tensor, or that DCP has saved in parts."""
         outlines = {name: self._source.outline(name) for name in parts.values()}
-        wanted = {n: None if o is None else _like(None, o) for n, o in outlines.items()}
+        wanted = {n: None if o is None else memory_like(None, o) for n, o in outlines.items()}
         values: dict[str, Any] = {**wanted, **self._source.read(wanted)}
         return _nested({rest: values[name] for rest, name in parts.items()})
 

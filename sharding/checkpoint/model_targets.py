@@ -86,3 +86,23 @@ def check_model(
 
 def _castable(source: torch.dtype, target: torch.dtype) -> bool:
     return source == target or (source.is_floating_point and target.is_floating_point)
+
+
+def state_for(targets: Mapping[str, Target], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state dict that the model takes, of values by plain name that `check_model` took.
+
+    A tied tensor may be there under one of its names.
+    """
+    shared = {id(targets[name].value): value for name, value in values.items()}
+    return {
+        target.key: values[name] if name in values else shared[id(target.value)]
+        for name, target in targets.items()
+    }
+
+
+@torch.no_grad()
+def memory_like(target: Any, outline: TensorOutline) -> Tensor:
+    """Return memory on the host for a saved tensor, laid out as `target` where the shapes agree."""
+    if isinstance(target, Tensor) and tuple(target.shape) == outline.shape:
+        return torch.empty_like(target, dtype=outline.dtype, device="cpu", requires_grad=False)
+    return torch.empty(outline.shape, dtype=outline.dtype, device="cpu")

@@ -6,9 +6,7 @@ Reads files and, for `module:function`, imports the user's module; allocates no 
 from __future__ import annotations
 
 import importlib
-import json
 import os
-import struct
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -20,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from sharding.checkpoint.safetensors_header import indexed_files, parse_object, read_header
 from vfsdp_optim.capacity.huggingface import read_config
 from vfsdp_optim.capacity.shapes import (
     CONVOLUTION,
@@ -35,7 +34,6 @@ from vfsdp_optim.capacity.shapes import (
 _TABLES = resources.files("vfsdp_optim.capacity").joinpath("models")
 _SAFETENSORS = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _INTEGERS = {"I64", "I32", "I16", "BOOL"}  # buffers, such as position ids
-_MAX_HEADER = 100_000_000  # bytes; the limit of safetensors itself
 
 
 def model_names() -> list[str]:
@@ -63,7 +61,7 @@ def read_model(text: str, *, dtype: str | None = None, experts: str | None = Non
     elif text.lower().replace("_", "-") in model_names():
         name = text.lower().replace("-", "_")
         content = _TABLES.joinpath(f"{name}.json").read_text()
-        model = _read_table(_parse(content, name), name)
+        model = _read_table(parse_object(content, name), name)
     elif ":" in text and path.suffix not in (".json", ".safetensors"):
         model = _read_function(text)
     else:
@@ -100,11 +98,13 @@ def _read_path(path: Path, experts: str | None) -> ModelShapes:
         content = path.read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"{path}: cannot be read as text: {error}") from None
-    values = _parse(content, str(path))
+    values = parse_object(content, str(path))
     if "buckets" in values:
         return _read_table(values, str(path))
     if "weight_map" in values:
-        return _from_headers(path, _shard_files(values["weight_map"], path))
+        return _from_headers(
+            path, list(dict.fromkeys(indexed_files(values["weight_map"], path).values()))
+        )
     if "model_type" in values:
         params = read_config(values, str(path), experts)
         return ModelShapes(path.parent.name or path.stem, str(path), sort_into_buckets(params))
@@ -112,16 +112,6 @@ def _read_path(path: Path, experts: str | None) -> ModelShapes:
         f"{path}: expected a shape table (key 'buckets'), a safetensors index ('weight_map') or a "
         f"Hugging Face configuration ('model_type'), got keys {sorted(values)[:5]}"
     )
-
-
-def _parse(content: str, where: str) -> dict[str, Any]:
-    try:
-        values = json.loads(content)
-    except ValueError as error:
-        raise ValueError(f"{where}: is no JSON: {error}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{where}: expected a JSON object, got {type(values).__name__}")
-    return values
 
 
 # -- shape tables ----------------------------------------------------------------------------------
@@ -185,18 +175,6 @@ def _checked_shape(shape: Any, where: str) -> tuple[int, ...]:
 # -- safetensors -----------------------------------------------------------------------------------
 
 
-def _shard_files(weight_map: Any, path: Path) -> list[Path]:
-    if not isinstance(weight_map, dict) or not all(
-        isinstance(name, str) for name in weight_map.values()
-    ):
-        raise ValueError(f"{path}: weight_map: expected file names by tensor, got {weight_map!r}")
-    files = [path.parent / name for name in dict.fromkeys(weight_map.values())]
-    for file in files:
-        if not file.exists():
-            raise ValueError(f"{path}: {file.name}, which it names, is not beside it")
-    return files
-
-
 def _from_headers(path: Path, files: list[Path]) -> ModelShapes:
     """Return shapes from the headers of safetensors files; data may be missing.
 
@@ -204,7 +182,7 @@ def _from_headers(path: Path, files: list[Path]) -> ModelShapes:
     """
     params, skipped = [], []
     for file in files:
-        for name, entry in _header(file).items():
+        for name, entry in read_header(file).items():
             if name == "__metadata__":
                 continue
             at = f"{file}, tensor {name!r}"
@@ -226,23 +204,6 @@ def _from_headers(path: Path, files: list[Path]) -> ModelShapes:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdigit() else (-1, part) for part in name.split(".")]
-
-
-def _header(path: Path) -> dict[str, Any]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        head = file.read(8)
-        length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
-        if len(head) < 8 or length > _MAX_HEADER or 8 + length > size:
-            raise ValueError(
-                f"{path}: the safetensors header is truncated: it needs {8 + length:,} bytes, the "
-                f"file has {size:,}"
-            )
-        content = file.read(length)
-    try:
-        return _parse(content.decode(), f"{path}: the safetensors header")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{path}: the safetensors header is no text: {error}") from None
 
 
 # -- modules ---------------------------------------------------------------------------------------
