@@ -39,7 +39,7 @@ CASES: dict[int, list[tuple[Run, str]]] = {
         (MUON, "plain"),
     ],
     4: [
-        *((MUON, c) for c in ("plain", "late sync", "frees", "optimizer first", "clips")),
+        *((MUON, c) for c in ("plain", "optimizer first", "clips")),
         *((HSDP, c) for c in ("accumulates", "late average", "late sync", "all of it")),
         *((HSDP, c) for c in ("clips", "bfloat16")),
         (replace(HSDP, optimizer="adamw"), "optimizer first"),
