@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from sharding import RowPanels
-from vfsdp_optim.algorithm import MatrixAlgorithm, UnitContext, UnitState
+from vfsdp_optim.algorithm import MatrixAlgorithm, Recurring, UnitContext, UnitState
 from vfsdp_optim.matrix_roots import inverse_roots
 
 
@@ -40,11 +40,15 @@ class OneSidedShampoo(MatrixAlgorithm):
         (beta1, beta2), step = group["betas"], context.step
         average, left, root = (context.states[key] for key in ("exp_avg", "left", "root"))
         left.mul_(beta2).addmm_(matrix, matrix.T, alpha=1 - beta2)
-        if step == 1 or (step - context.index) % group["every"] == 0:
+        if step == 1 or context.turns[0] == step % group["every"]:
             roots, found = inverse_roots(left[None] / (1 - beta2**step), order=2, epsilon=1e-12)
             root.copy_(torch.where(found, roots[0], root))
         return root @ average.lerp_(matrix, 1 - beta1) / (1 - beta1**step)
 
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
-        """Return multiply-adds, by which owners are balanced."""
-        return 2 * rows * rows * cols + rows**3 // group["every"]
+        """Return multiply-adds of a mean step, by which owners are balanced."""
+        return 2 * rows * rows * cols + 16 * rows**3 // group["every"]
+
+    def recurring(self, group: dict[str, Any], rows: int, cols: int) -> Recurring:
+        """Return those that are done once in `every` steps."""
+        return Recurring(group["every"], (16 * rows**3,))

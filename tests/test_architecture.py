@@ -13,8 +13,8 @@ ROOT = Path(__file__).parents[1]
 ORDER = {
     "sharding": ["planning", "transport", "tensor", "checkpoint", "fsdp", "report", "__init__"],
     "sharding.planning": (
-        "cuts granule bounds orders search planner segments holders ownership structure "
-        "negotiation plan_file"
+        "cuts granule bounds orders search planner segments turns holders waves ownership "
+        "structure negotiation plan_file"
     ).split(),
     "sharding.transport": (
         "axes backends heralds collectives agreement debug gradient_marks exchange"
@@ -60,7 +60,9 @@ ROOMS = [folder for folder, names in ORDER.items() if "__init__" not in names]
 PURE = [
     f"{folder}.{name}"
     for folder, names in {
-        "sharding.planning": "cuts granule bounds orders search planner segments holders ownership",
+        "sharding.planning": (
+            "cuts granule bounds orders search planner segments turns holders waves ownership"
+        ),
         "sharding.checkpoint": "names matching optimizer_checks step_folders safetensors_header",
         "vfsdp_optim.capacity": "shapes huggingface parallelism",
     }.items()

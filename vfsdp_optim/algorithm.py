@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from sharding.planning.structure import Elementwise, FullMatrix, Structure, Unit
+from sharding.planning.turns import Recurring
 
 if TYPE_CHECKING:
     from vfsdp_optim.states.scratch import Scratch
@@ -222,10 +223,11 @@ class UnitContext:
     """What `matrix_update` may know beside its input.
 
     Attributes:
-        index: number of the matrix among all of the optimizer, the same at every world size: work
-            that is not done in each step is spread by it.
+        index: number of the matrix among all of the optimizer, the same at every world size.
         step: number of this step of the parameter, from 1; 0 where steps are not counted.
         states: those of `unit_states`, fp32, to be written to in place.
+        turns: in which step of a period, from 0, each part of `MatrixAlgorithm.recurring` is due,
+            the same at every world size; () where there is none.
         fail: takes what went wrong for good, as text, and a 0-d bool tensor if only the device
             knows whether it did; the next step raises it on all ranks, or the one after it where
             the host does not wait for the device.
@@ -234,6 +236,7 @@ class UnitContext:
     index: int
     step: int
     states: Mapping[str, Tensor]
+    turns: tuple[int, ...]
     fail: Callable[..., None]
 
 
@@ -290,7 +293,12 @@ class MatrixAlgorithm(Algorithm):
 
     @abstractmethod
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
-        """Return the multiply-adds of `matrix_update`."""
+        """Return the multiply-adds of `matrix_update` in a mean step."""
+
+    def recurring(self, group: dict[str, Any], rows: int, cols: int) -> Recurring | None:
+        """Return what of them parts of the matrix do in turn, by `UnitContext.turns`; None if each
+        step does the same."""
+        return None
 
 
 def hyper_parameters(arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from sharding.planning.structure import RowPanels, Structure
+from sharding.planning.turns import Recurring
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
     UnitContext,
@@ -35,6 +36,9 @@ SIDES = ("left", "right")
 # A block whose factors cannot be decomposed more often in a row ends the run.
 _MOST_FAILURES = 3
 _LARGEST_GRADIENT = 1e15
+# Of n^3, what an eigendecomposition or a step of orthogonal iteration takes, in multiply-adds of
+# products: it has fewer, which run more slowly (measured on CPUs: 7 to 50).
+_DECOMPOSITION = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,14 +145,13 @@ def correction_of(beta: float, step: int) -> float:
     return 1 - beta**step if beta < 1 else 1.0
 
 
-def turns(group: dict[str, Any], context: UnitContext, strip: Strip, step: int) -> tuple[int, ...]:
+def due_blocks(
+    group: dict[str, Any], context: UnitContext, strip: Strip, step: int
+) -> tuple[int, ...]:
     """Return which blocks of a strip are decomposed in a step, the number of one since the start:
     blocks take turns, so that no step is much longer than others."""
-    return tuple(
-        i
-        for i, number in enumerate(strip.numbers)
-        if (step - context.index - number) % group["precondition_frequency"] == 0
-    )
+    turn = step % group["precondition_frequency"]
+    return tuple(i for i, number in enumerate(strip.numbers) if context.turns[number] == turn)
 
 
 def picked(tensors: Tensor, places: Sequence[int]) -> Tensor:
@@ -238,15 +241,41 @@ class BlockedAlgorithm(MatrixAlgorithm):
         """Write the gradient, bounded: the square of one larger would make factors infinite."""
         out.copy_(grad).clamp_(-_LARGEST_GRADIENT, _LARGEST_GRADIENT)
 
+    def factored(self, group: dict[str, Any], rows: int, cols: int) -> tuple[str, ...]:
+        """Return the sides of the blocks of a matrix that have factors."""
+        return SIDES
+
     def cost(self, group: dict[str, Any], rows: int, cols: int) -> int:
         """Return the multiply-adds of a mean step: products with factors, and their decomposition
         once in `precondition_frequency` steps."""
-        work = 0
+        present = self.factored(group, rows, cols)
+        products = 0
         for strip in strips(rows, cols, group["block_size"]):
-            r, c = strip.shape
-            roots = (r**3 + c**3) // group["precondition_frequency"]
-            work += len(strip.numbers) * (roots + 3 * r * c * (r + c))
-        return work
+            lengths = _lengths(strip, present)
+            products += len(strip.numbers) * 3 * strip.shape[0] * strip.shape[1] * sum(lengths)
+        recurring = self.recurring(group, rows, cols)
+        return products + sum(recurring.works) // recurring.period
+
+    def recurring(self, group: dict[str, Any], rows: int, cols: int) -> Recurring:
+        """Return the decompositions of each block."""
+        size, present = group["block_size"], self.factored(group, rows, cols)
+        return _decompositions(rows, cols, size, present, group["precondition_frequency"])
+
+
+@lru_cache(maxsize=1024)
+def _decompositions(
+    rows: int, cols: int, size: BlockSize, present: tuple[str, ...], frequency: int
+) -> Recurring:
+    works: list[int] = []
+    for strip in strips(rows, cols, size):
+        cubes = sum(length**3 for length in _lengths(strip, present))
+        works += [_DECOMPOSITION * cubes] * len(strip.numbers)
+    return Recurring(frequency, tuple(works))
+
+
+def _lengths(strip: Strip, present: Sequence[str]) -> list[int]:
+    """Return rows and columns of a block, where there is a factor of them."""
+    return [length for side, length in zip(SIDES, strip.shape, strict=True) if side in present]
 
 
 @lru_cache(maxsize=256)

@@ -25,13 +25,13 @@ from vfsdp_optim.blocked import (
     blocks_in,
     correction_of,
     count_failures,
+    due_blocks,
     factor_shapes,
     is_count,
     keep_found,
     picked,
     refuse_ignore,
     strips,
-    turns,
     weight_of,
 )
 from vfsdp_optim.matrix_optimizer import MatrixOptimizer
@@ -158,7 +158,7 @@ def _due(group: dict[str, Any], context: UnitContext, strip: Strip) -> Sequence[
     steps = context.step - (group["start_preconditioning_step"] or 1)
     if group["grafting"] is None and steps == 0:
         return range(len(strip.numbers))
-    return turns(group, context, strip, steps) if steps >= 0 else ()
+    return due_blocks(group, context, strip, steps) if steps >= 0 else ()
 
 
 def _grafted(update: Tensor, mean: Tensor, graft: Tensor | None, ready: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from vfsdp_optim.blocked import (
     average_products,
     blocks_in,
     count_failures,
+    due_blocks,
     factor_shapes,
     is_count,
     keep_found,
@@ -31,7 +32,6 @@ from vfsdp_optim.blocked import (
     refuse_ignore,
     sides,
     strips,
-    turns,
 )
 from vfsdp_optim.matrix_optimizer import MatrixOptimizer
 from vfsdp_optim.matrix_roots import eigenbases, next_eigenbases
@@ -76,10 +76,15 @@ class SOAPAlgorithm(BlockedAlgorithm):
             "exp_avg_sq": UnitState(shape, compressible=True, nonnegative=True),
         }
         wholes = dict(zip(SIDES, factor_shapes(*shape, size), strict=True))
-        for side in _sides(group, *shape):
+        for side in self.factored(group, *shape):
             states[side], states[f"{side}_basis"] = UnitState(wholes[side]), UnitState(wholes[side])
         states["failures"] = UnitState((blocks_in(*shape, size),), nonnegative=True)
         return states
+
+    def factored(self, group: dict[str, Any], rows: int, cols: int) -> tuple[str, ...]:
+        """Return the sides that have a factor: not those longer than `max_dim`."""
+        lengths = zip(SIDES, sides(rows, cols, group["block_size"]), strict=True)
+        return tuple(side for side, length in lengths if length <= group["max_dim"])
 
     def decays(self, run: Run) -> bool:
         """Return False in the first step, which only starts the factors."""
@@ -96,7 +101,7 @@ class SOAPAlgorithm(BlockedAlgorithm):
             moment.lerp_(matrix, 1 - beta1)
         steps = context.step - 1  # the first only starts the factors
         factor_beta = beta2 if group["shampoo_beta"] is None else group["shampoo_beta"]
-        present = _sides(group, *matrix.shape)
+        present = self.factored(group, *matrix.shape)
         for strip in strips(*matrix.shape, group["block_size"]):
             grad = strip.of(matrix)
             bases = {side: strip.factors(context.states[f"{side}_basis"], side) for side in present}
@@ -110,7 +115,7 @@ class SOAPAlgorithm(BlockedAlgorithm):
             average_products(context.states, strip, grad, factor_beta)  # after they were used
             if not steps:
                 self._start(context, strip, bases)
-            elif due := turns(group, context, strip, steps):
+            elif due := due_blocks(group, context, strip, steps):
                 self._refresh(context, strip, due, bases)
         return update
 
@@ -148,12 +153,6 @@ class SOAPAlgorithm(BlockedAlgorithm):
             keep_found(squares, due, old.gather(dim, places), found)
             failed = failed | ~found
         count_failures(context, strip, due, failed, *_WHAT_FAILS)
-
-
-def _sides(group: dict[str, Any], rows: int, cols: int) -> list[str]:
-    """Return the sides that have a factor: not those longer than `max_dim`."""
-    lengths = zip(SIDES, sides(rows, cols, group["block_size"]), strict=True)
-    return [side for side, length in lengths if length <= group["max_dim"]]
 
 
 def _turned(blocks: Tensor, bases: Mapping[str, Tensor]) -> Tensor:

@@ -56,6 +56,9 @@ class HeldUnit:
         grid: the ranks of every copy; None where there is one copy.
         state_numel: elements of the states that its owner keeps.
         owner: the rank that has these states already, and so computes it; None where none has.
+        period: steps after which it has the same to do again.
+        due: (step of the period, work in it) of what is not done in each step; `cost` has the mean
+            of it. See [Note: turns] in turns.py.
     """
 
     fqn: str
@@ -66,6 +69,8 @@ class HeldUnit:
     grid: Grid | None = None
     state_numel: int = 0
     owner: int | None = None
+    period: int = 1
+    due: tuple[tuple[int, int], ...] = ()
 
     @property
     def replicas(self) -> int:
@@ -76,6 +81,15 @@ class HeldUnit:
     def is_resident(self) -> bool:
         """Whether it has one copy, whole on one rank, so that nothing moves for it."""
         return len(self.holders) == 1 and self.replicas == 1
+
+    @property
+    def steady_cost(self) -> int:
+        """Work that it has in every step."""
+        return self.cost - sum(work for _, work in self.due) // self.period
+
+    def stays(self, owner: int) -> bool:
+        """Return whether nothing of it travels to this owner, nor back."""
+        return not self.holders or (self.is_resident and self.holders[0][0] == owner)
 
     def replica_of(self, rank: int) -> int:
         """Return the copy that `rank` belongs to."""

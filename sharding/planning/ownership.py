@@ -1,43 +1,32 @@
-"""Decides which rank computes each unit, and which units travel together. Pure integers; imports no
-torch.
+"""Decides which rank computes each unit. Pure integers; imports no torch.
 
 Every rank calls `plan_owners` with the same arguments and gets the same plan, so nothing is sent to
 agree on it.
 
-[Note: waves]
-Units that move do so in waves: one packed exchange brings those of a wave to their owners, one
-takes the updates back. Ranks meet in every exchange, so the matrix part of a step takes about the
-sum over waves of the busiest rank's work. Owners are chosen over all units at once, because a layer
-alone has fewer matrices than there are ranks; each rank's units are then dealt to the waves so that
-in every wave all ranks have about the same to do. Units that stay where they lie are dealt as well:
-they fill what the others leave open, and are computed while a wave arrives. Many waves overlap
-better and need less memory, few are easier to balance: of 8, 4, 2 and 1, the largest number is
-taken that costs no more than 1/64.
+See [Note: waves] in waves.py and [Note: turns] in turns.py.
 """
 
 import heapq
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import median
 
 from sharding.planning.holders import HeldUnit
+from sharding.planning.waves import best_packing
 
-# A plan that moves fewer elements, or has more waves, may be slower than the best balanced one by
-# this share (1/64).
+# A plan that moves fewer elements may be slower than the best balanced one by this share (1/64).
 _BALANCE_SLACK = 64
 # Work, in multiply-adds an element, from which a unit that lies whole on a rank is worth moving to
 # one with less to do: 4 bytes at 40 GB/s take as long as 20,000 multiply-adds at 400 TFLOP/s.
 _WORTH_MOVING = 1 << 14
-_MOST_WAVES = 8
 _MOST_SWAPS = 128
-# Elements that a rank sends and receives in a wave at least, if there is more than one: below, the
-# latency of an exchange outweighs what can be overlapped.
-_LEAST_WAVE_NUMEL = 1 << 19
+# Ranks with equal work that are compared by what they have to do in single steps.
+_MOST_TIED = 16
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerPlan:
-    """Who computes which unit, and when. See [Note: waves].
+    """Who computes which unit, and when. See [Note: waves] in waves.py.
 
     Attributes:
         units: all units, resident ones too.
@@ -48,6 +37,8 @@ class OwnerPlan:
             one entry if nothing travels.
         loads: sum of cost on each rank.
         wave_loads: work of the busiest rank beside each wave.
+        step_loads: the sum of that over all waves in each step of the period after which all units
+            have the same to do again; one number where every step is alike.
     """
 
     units: tuple[HeldUnit, ...]
@@ -57,10 +48,11 @@ class OwnerPlan:
     resident_waves: tuple[tuple[int, ...], ...]
     loads: tuple[int, ...]
     wave_loads: tuple[int, ...]
+    step_loads: tuple[int, ...]
 
     def is_resident(self, i: int) -> bool:
         """Return whether unit `i` lies whole on its owner, so that nothing moves for it."""
-        return _stays(self.units[i], self.owners[i])
+        return self.units[i].stays(self.owners[i])
 
     @property
     def gathered_numel(self) -> int:
@@ -89,6 +81,12 @@ class OwnerPlan:
         return sum(self.wave_loads) * self.world_size / total if total else 1.0
 
     @property
+    def spike(self) -> float:
+        """Work of the longest step over that of a median one."""
+        middle = median(self.step_loads)
+        return max(self.step_loads) / middle if middle else 1.0
+
+    @property
     def largest_share(self) -> float:
         """Cost of the largest unit, over the work of a rank if all were equal.
 
@@ -108,7 +106,7 @@ def plan_owners(units: tuple[HeldUnit, ...], world_size: int, *, slot_numel: int
     doi:10.1137/0117039). Of two assignments, one that takes the least loaded rank and one that
     takes the largest holder as long as no rank is loaded above the average, the second is chosen
     where it is at most 1/64 slower. A unit whose states are on a rank stays there; ranks with equal
-    work are equally filled with states.
+    work are equally filled with states, and have little due in the same steps.
 
     Args:
         units: what to assign.
@@ -134,9 +132,10 @@ def plan_owners(units: tuple[HeldUnit, ...], world_size: int, *, slot_numel: int
     if max(_loads(units, local, world_size), default=0) <= slowest + slowest // _BALANCE_SLACK:
         owners = min(local, balanced, key=lambda choice: _moved_numel(units, choice))
     loads = _loads(units, owners, world_size)
-    packing = _best_packing(units, owners, loads, slot_numel, two_ways)
+    packing = best_packing(units, owners, loads, slot_numel, two_ways)
     waves, resident_waves, wave_loads = packing.in_order(units, owners)
-    return OwnerPlan(units, world_size, owners, waves, resident_waves, loads, wave_loads)
+    steps = packing.step_loads(units, owners)
+    return OwnerPlan(units, world_size, owners, waves, resident_waves, loads, wave_loads, steps)
 
 
 def _check_unit(unit: HeldUnit, world_size: int, slot_numel: int, two_ways: bool) -> None:
@@ -164,9 +163,48 @@ def _check_unit(unit: HeldUnit, world_size: int, slot_numel: int, two_ways: bool
         )
 
 
-def _stays(unit: HeldUnit, owner: int) -> bool:
-    """Return whether nothing of the unit travels to this owner, nor back."""
-    return not unit.holders or (unit.is_resident and unit.holders[0][0] == owner)
+class _Filling:
+    """What each rank has been given.
+
+    Attributes:
+        loads: work.
+        kept: elements of states.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.loads = [0] * world_size
+        self.kept = [0] * world_size
+        # By rank: (period, step of it) -> work that is due then.
+        self._due: list[dict[tuple[int, int], int]] = [{} for _ in range(world_size)]
+        self._by_load = [(0, 0, rank) for rank in range(world_size)]
+
+    def give(self, unit: HeldUnit, rank: int) -> None:
+        """Count a unit."""
+        self.loads[rank] += unit.cost
+        self.kept[rank] += unit.state_numel
+        due = self._due[rank]
+        for step, work in unit.due:
+            due[unit.period, step] = due.get((unit.period, step), 0) + work
+        heapq.heappush(self._by_load, (self.loads[rank], self.kept[rank], rank))
+
+    def lightest(self, most: int) -> list[int]:
+        """Return ranks with the least work, `most` of them, those with the least states first."""
+        found: list[tuple[int, int, int]] = []
+        heap = self._by_load
+        while heap and len(found) < most and (not found or heap[0][0] == found[0][0]):
+            entry = heapq.heappop(heap)
+            rank = entry[2]
+            # Else left over from before that rank was given work.
+            if entry[:2] == (self.loads[rank], self.kept[rank]):
+                found.append(entry)
+        for entry in found:
+            heapq.heappush(heap, entry)
+        return [rank for _, _, rank in found]
+
+    def clash(self, unit: HeldUnit, rank: int) -> int:
+        """Return how much a rank has to do in the steps in which the unit has most."""
+        due, period = self._due[rank], unit.period
+        return sum(work * due.get((period, step), 0) for step, work in unit.due)
 
 
 def _assign(
@@ -174,37 +212,29 @@ def _assign(
 ) -> tuple[int, ...]:
     average = -(-sum(unit.cost for unit in units) // world_size)
     owners = _residents(units, world_size, average + average // _BALANCE_SLACK)
-    loads = [0] * world_size
+    filling = _Filling(world_size)
     for unit, owner in zip(units, owners, strict=True):
         if owner >= 0:
-            loads[owner] += unit.cost
-    kept = [0] * world_size  # elements of states
-    for unit, owner in zip(units, owners, strict=True):
-        if owner >= 0:
-            kept[owner] += unit.state_numel
-    by_load = [(load, kept[rank], rank) for rank, load in enumerate(loads)]
-    heapq.heapify(by_load)
+            filling.give(unit, owner)
+    loads, kept = filling.loads, filling.kept
     for i in sorted(
         (i for i, owner in enumerate(owners) if owner < 0),
         key=lambda i: (-units[i].cost, -units[i].numel, i),
     ):
         unit = units[i]
-        while by_load[0][:2] != (
-            loads[by_load[0][2]],
-            kept[by_load[0][2]],
-        ):  # left over from before that rank was given work
-            heapq.heappop(by_load)
-        lightest = by_load[0][2]
-        limit = max(average, loads[lightest] + unit.cost) if prefer_holders else -1
+        choices = filling.lightest(_MOST_TIED if unit.due else 1)
+        least = loads[choices[0]]
         holders = [rank for rank, _, _ in unit.all_pieces()]
-        choices = [r for r in holders if loads[r] + unit.cost <= limit] + [lightest]
-        if not prefer_holders:
-            choices += [r for r in holders if loads[r] == loads[lightest]]
-        owner = min(choices, key=lambda r, u=unit: (-u.held_by(r), loads[r], kept[r], r))  # type: ignore[misc]
-        owners[i] = owner
-        loads[owner] += unit.cost
-        kept[owner] += unit.state_numel
-        heapq.heappush(by_load, (loads[owner], kept[owner], owner))
+        if prefer_holders:
+            limit = max(average, least + unit.cost)
+            choices += [r for r in holders if loads[r] + unit.cost <= limit]
+        else:
+            choices += [r for r in holders if loads[r] == least]
+        owners[i] = min(
+            choices,
+            key=lambda r, u=unit: (-u.held_by(r), loads[r], filling.clash(u, r), kept[r], r),  # type: ignore[misc]
+        )
+        filling.give(unit, owners[i])
     _even_out(units, owners, loads, average + average // _BALANCE_SLACK)
     return tuple(owners)
 
@@ -285,113 +315,6 @@ def _residents(units: tuple[HeldUnit, ...], world_size: int, limit: int) -> list
                 owners[i] = -1
                 load -= units[i].cost
     return owners
-
-
-class _Packing:
-    """Units dealt to waves, one after the other. See [Note: waves].
-
-    Attributes:
-        busiest: by wave, the work of the rank that has most.
-        wave_of: by unit.
-    """
-
-    def __init__(self, units: int, waves: int, world_size: int, slot_numel: int) -> None:
-        self.busiest = [0] * waves
-        self.wave_of = [0] * units
-        self._slot_numel = slot_numel
-        self._work = [[0] * waves for _ in range(world_size)]  # rank, wave
-        self._used = [[0] * waves for _ in range(world_size)]  # elements of the slot
-
-    def add(self, i: int, cost: int, owner: int, use: Sequence[tuple[int, int]]) -> None:
-        """Deal a unit to the wave in which it makes the busiest rank least busier."""
-        work, used, limit = self._work[owner], self._used[owner], self._slot_numel
-        needs = [(self._used[rank], numel) for rank, numel in use]
-        chosen, least = -1, (0, 0, 0)
-        for wave, busiest in enumerate(self.busiest):
-            key = (max(0, work[wave] + cost - busiest), used[wave], busiest)
-            if chosen >= 0 and key >= least:
-                continue
-            if all(row[wave] + numel <= limit for row, numel in needs):
-                chosen, least = wave, key
-        if chosen < 0:
-            chosen = self._open()
-        work[chosen] += cost
-        self.busiest[chosen] = max(self.busiest[chosen], work[chosen])
-        for row, numel in needs:
-            row[chosen] += numel
-        self.wave_of[i] = chosen
-
-    def _open(self) -> int:
-        for row in (self.busiest, *self._work, *self._used):
-            row.append(0)
-        return len(self.busiest) - 1
-
-    def in_order(
-        self, units: tuple[HeldUnit, ...], owners: tuple[int, ...]
-    ) -> tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...], tuple[int, ...]]:
-        """Return waves, resident units beside them, and the busiest rank's work beside them.
-
-        Nothing overlaps with the arrival of the first wave and the return of the last, so those
-        that move least come first and last.
-        """
-        moving: list[list[int]] = [[] for _ in self.busiest]
-        resident: list[list[int]] = [[] for _ in self.busiest]
-        moved = [0] * len(self.busiest)
-        for i, (unit, owner, wave) in enumerate(zip(units, owners, self.wave_of, strict=True)):
-            (resident if _stays(unit, owner) else moving)[wave].append(i)
-            if not _stays(unit, owner):
-                moved[wave] += unit.gathered(owner) + unit.returned(owner)
-        order = sorted((w for w, wave in enumerate(moving) if wave), key=lambda w: (moved[w], w))
-        order = order[:1] + order[2:] + order[1:2]
-        # What is left beside no wave is computed beside the first.
-        idle = [w for w in range(len(moving)) if not moving[w]]
-        beside = [[w] for w in order] or [[]]
-        beside[0] += idle
-        return (
-            tuple(tuple(moving[w]) for w in order),
-            tuple(tuple(sorted(i for w in each for i in resident[w])) for each in beside),
-            tuple(sum(self.busiest[w] for w in each) for each in beside),
-        )
-
-
-def _best_packing(
-    units: tuple[HeldUnit, ...],
-    owners: tuple[int, ...],
-    loads: Sequence[int],
-    slot_numel: int,
-    two_ways: bool,
-) -> _Packing:
-    """Return the packing with the most waves that costs at most 1/64, else the least work."""
-    world_size = len(loads)
-    uses: list[list[tuple[int, int]]] = [
-        [] if _stays(unit, owner) else _summed(unit.slot_use(owner, two_ways=two_ways))
-        for unit, owner in zip(units, owners, strict=True)
-    ]
-    order = sorted(range(len(units)), key=lambda i: (-units[i].cost, -units[i].numel, i))
-    tolerated = max(loads) + max(loads) // _BALANCE_SLACK
-    together = _summed([each for use in uses for each in use])
-    largest = max((numel for _, numel in together), default=0)
-    best: _Packing | None = None
-    waves = max(1, min(_MOST_WAVES, largest // _LEAST_WAVE_NUMEL))
-    while waves:
-        packing = _Packing(len(units), waves, world_size, slot_numel)
-        for i in order:
-            packing.add(i, units[i].cost, owners[i], uses[i])
-        if best is None or sum(packing.busiest) < sum(best.busiest):
-            best = packing
-        if sum(best.busiest) <= tolerated:
-            break
-        waves //= 2
-    assert best is not None  # one wave at least was tried
-    return best
-
-
-def _summed(use: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return one (rank, elements) for each rank."""
-    sums: dict[int, int] = {}
-    for rank, numel in use:
-        sums[rank] = sums.get(rank, 0) + numel
-    return list(sums.items())
 
 
 def _loads(

@@ -39,8 +39,10 @@ def written_out(
             m, v = torch.zeros_like(w), torch.zeros_like(w)
             left, right = torch.zeros(len(w), len(w)), torch.zeros(w.shape[1], w.shape[1])
             left, right, roots = left.to(w), right.to(w), None
-            # A panel's blocks are numbered from the number of the panel on.
-            turn = rows // size + cols // size
+            # Multiples of the golden ratio; the last rows are another kind of panel.
+            panel = 2 * (rows // size) if rows + size <= len(weight) else 1
+            place = panel * 1327217885 % 2**32 / 2**32
+            turn = int(frequency * (place + cols // size) / -(-weight.shape[1] // size))
             for t, grad in enumerate((grad[part] for grad in grads), start=1):
                 left = beta2 * left + new * grad @ grad.T
                 right = beta2 * right + new * grad.T @ grad

@@ -1,7 +1,8 @@
 """Owners of units: every rank the same plan, balanced by cost, then by bytes, in bounded waves."""
 
 import random
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 
 from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
+from sharding.planning.turns import Ordinals, Recurring, due_work, turns_of
 
 
 def draw_units(seed: int, count: int, world_size: int, max_cost: int = 50) -> tuple[HeldUnit, ...]:
@@ -238,3 +240,59 @@ def test_plan_refuses_a_grid_of_other_ranks():
     unit = HeldUnit("layer.w", 0, 4, 1, ((0, 4),), Grid(shards=2, replicas=2))
     with pytest.raises(ValueError, match=r"'layer.w': expected a grid of 3 ranks, got Grid"):
         plan_owners((unit,), 3, slot_numel=12)
+
+
+@pytest.mark.parametrize("stride", [1, 2, 3, 5, 7, 8, 10, 16, 20, 64, 100])
+def test_turns_of_every_so_many_th_unit_spread_over_a_period(stride):
+    """Numbers modulo the period put every tenth matrix, as one of ten ranks owns them, into one
+    step."""
+    ordinals, recurring = Ordinals(), Recurring(10, (5,))
+    ordinals.take(Recurring(10, (7,)), 3)  # others are counted apart
+    all_of_them = [ordinals.take(recurring, 1) for _ in range(40 * stride)]
+    counts = [0] * 10
+    for ordinal in all_of_them[::stride]:
+        _, ((step, work),) = due_work(recurring, ordinal, 1)
+        counts[step] += work // 5
+    assert min(counts) >= 2
+    assert max(counts) <= 6
+
+
+def test_parts_of_a_matrix_are_due_evenly_apart():
+    for ordinal in range(20):
+        turns = turns_of(ordinal, 5, 20)
+        assert [b - a for a, b in pairwise(turns)] == [4] * 4
+        assert max(turns) < 20
+    assert due_work(Recurring(4, (1, 2, 3)), 0, 2) == (4, ((0, 2), (1, 2), (2, 5), (3, 3)))
+    assert due_work(None, 0, 2) == (1, ())
+
+
+def taking_turns(ranks: int, turns: list[int]) -> tuple[HeldUnit, ...]:
+    """Return equal units that all ranks hold, with 100 to do in their turn of 10."""
+    held = tuple((rank, 1 << 20) for rank in range(ranks))
+    numel = ranks << 20
+    return tuple(
+        HeldUnit(f"w{i}", 0, numel, 20, held, period=10, due=((turn, 100),))
+        for i, turn in enumerate(turns)
+    )
+
+
+def test_ranks_with_equal_work_are_given_units_of_different_turns():
+    # Dealt in their order, each of 4 ranks would have units of two turns alone.
+    plan = plan_owners(taking_turns(4, [i // 2 % 10 for i in range(40)]), 4, slot_numel=1 << 30)
+    assert plan.loads == (200,) * 4
+    for rank in range(4):
+        turns = [u.due[0][0] for u, o in zip(plan.units, plan.owners, strict=True) if o == rank]
+        assert sorted(turns) == list(range(10))
+    assert plan.step_loads == (10 * 10 + 100,) * 10
+    assert plan.spike == 1
+
+
+def test_waves_are_few_where_in_each_another_rank_would_have_its_turn():
+    plan = plan_owners(taking_turns(2, [0, 1] * 8), 2, slot_numel=1 << 30)
+    steady = plan_owners(
+        tuple(replace(u, period=1, due=()) for u in plan.units), 2, slot_numel=1 << 30
+    )
+    assert len(steady.waves) == 8
+    # 80 in each step, and 4 turns of 100 in two of ten.
+    assert sum(plan.step_loads) == 10 * 80 + 2 * 400
+    assert len(plan.waves) < 8

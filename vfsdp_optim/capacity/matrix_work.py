@@ -5,13 +5,14 @@ exchange what every rank sends, reserves and computes.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.negotiation import BucketPlan
 from sharding.planning.ownership import OwnerPlan, plan_owners
+from sharding.planning.turns import Ordinals, due_work
 from sharding.transport.exchange import slot_numels
 from vfsdp_optim.capacity.optimizers import BlockOptimizer
 from vfsdp_optim.capacity.update_scratch import Need, Needs, most, unit_scratch
@@ -66,6 +67,14 @@ class _OfBlock:
     held: HeldUnit
     state_bytes: int
 
+    def numbered(self, ordinals: Ordinals) -> "_OfBlock":
+        """Return that of the next equal block: what it does in turn has other turns there."""
+        if not self.held.due:
+            return self
+        recurring, matrices = self.job.recurring, self.job.unit.batch
+        period, due = due_work(recurring, ordinals.take(recurring, matrices), matrices)
+        return replace(self, held=replace(self.held, period=period, due=due))
+
 
 def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.dtype) -> MatrixWork:
     """Plan the units of the blocks of one mesh that travel in one dtype.
@@ -82,8 +91,11 @@ def matrix_work(blocks: Sequence[Block], shards: int, copies: int, wire: torch.d
     grid = Grid(shards, copies) if copies > 1 else None
     units: list[_OfBlock] = []
     limits = []
+    ordinals = Ordinals()
     for block in blocks:
-        units += _units(block, wire, grid) * block.count
+        once = _units(block, wire, grid)
+        for _ in range(block.count):
+            units += [unit.numbered(ordinals) for unit in once]
         if block.optimizer.optimizer is not None:
             limits.append(block.optimizer.optimizer.max_exchange_bytes // wire.itemsize)
     specs = tuple(unit.held for unit in units)

@@ -18,6 +18,7 @@ from sharding.planning.cuts import held_parts
 from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
+from sharding.planning.turns import Ordinals, Recurring, due_work, turns_of
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm, UnitContext, UnitState
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 from vfsdp_optim.states.formats import parts_of
@@ -61,6 +62,8 @@ class Job:
         scratch: working memory.
         number: of the unit in the parameter.
         index: of its first matrix among all of the optimizer.
+        ordinal: of its first matrix, by which parts have their turns; see [Note: turns] in
+            sharding/planning/turns.py.
         owner: rank that has the unit's states already; None where none has.
     """
 
@@ -74,6 +77,7 @@ class Job:
     scratch: Scratch
     number: int = 0
     index: int = 0
+    ordinal: int = 0
     owner: int | None = None
 
     @property
@@ -98,6 +102,11 @@ class Job:
     def cost(self) -> int:
         """Work of all matrices of the unit."""
         return self.unit.batch * self.algorithm.cost(self.group, self.unit.rows, self.unit.cols)
+
+    @property
+    def recurring(self) -> Recurring | None:
+        """What parts of each of its matrices do in turn."""
+        return self.algorithm.recurring(self.group, self.unit.rows, self.unit.cols)
 
     @property
     def scale(self) -> float:
@@ -153,9 +162,16 @@ class Job:
         kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
         numbers = {key: state.open(scratch, f"unit {key}") for key, state in states.items()}
         whole = {key: numbers[key].view(spec.shape) for key, spec in specs.items()}
-        batch = self.unit.batch
+        batch, recurring = self.unit.batch, self.recurring
+        parts_and_period = recurring and (len(recurring.works), recurring.period)
         yield [
-            UnitContext(self.index + i, step, _nth(whole, i) if batch > 1 else whole, self._fail)
+            UnitContext(
+                self.index + i,
+                step,
+                _nth(whole, i) if batch > 1 else whole,
+                turns_of(self.ordinal + 2 * i, *parts_and_period) if parts_and_period else (),
+                self._fail,
+            )
             for i in range(batch)
         ]
         for key, state in states.items():
@@ -206,9 +222,20 @@ def make_jobs(
     structure: Structure,
     scratch: Scratch,
     index: int = 0,
+    ordinals: Ordinals | None = None,
 ) -> list[Job]:
-    """Return one job for each unit of a parameter, the units this rank holds nothing of too;
-    `index` is the number of the first matrix."""
+    """Return one job for each unit of a parameter, the units this rank holds nothing of too.
+
+    Args:
+        member: the parameter.
+        algorithm: of its group.
+        group: its group.
+        structure: cuts it into units.
+        scratch: working memory.
+        index: number of the first matrix.
+        ordinals: of matrices.
+    """
+    ordinals = ordinals or Ordinals()
     _, (first, last) = member.shard.check_has_ranges(member.fqn)
     jobs = []
     for number, unit in enumerate(structure.units(member.param.shape)):
@@ -216,7 +243,9 @@ def make_jobs(
         stop = max(min(unit.start + unit.numel, last), start)
         numel = stop - start
         owner = member.owners[number] if member.owners else None
-        place = start - first, numel, scratch, number, index, owner
+        recurring = algorithm.recurring(group, unit.rows, unit.cols)
+        ordinal = ordinals.take(recurring, unit.batch)
+        place = start - first, numel, scratch, number, index, ordinal, owner
         jobs.append(Job(member, algorithm, group, structure, unit, *place))
         index += unit.batch
     return jobs
@@ -233,7 +262,8 @@ def held_unit(job: Job, parts: Iterable[tuple[int, int, int]], grid: Grid | None
     fqn, numel, cost = job.member.fqn, job.unit.numel, job.cost
     holders = tuple((shard, stop - start) for shard, start, stop in parts)
     kept = sum(prod(spec.shape) for spec in job.unit_states.values())
-    return HeldUnit(fqn, job.number, numel, cost, holders, grid, kept, job.owner)
+    due = due_work(job.recurring, job.ordinal, job.unit.batch)
+    return HeldUnit(fqn, job.number, numel, cost, holders, grid, kept, job.owner, *due)
 
 
 def jobs_by_ranks(
@@ -244,7 +274,7 @@ def jobs_by_ranks(
 ) -> dict[tuple[Ranks, torch.dtype] | None, list[Job]]:
     """Return all units by (ranks, dtype on the wire); by None what no other rank holds."""
     jobs: dict[tuple[Ranks, torch.dtype] | None, list[Job]] = {}
-    index = 0
+    index, ordinals = 0, Ordinals()
     for member in members:
         group = groups[member.group]
         algorithm = algorithms[group["algorithm"]]
@@ -254,7 +284,7 @@ def jobs_by_ranks(
         if member.shard.ranks is not None:
             key = member.shard.ranks, algorithm.wire_dtype(group, member.param.device)
         structure = algorithm.structure(group, member.param.shape)
-        made = make_jobs(member, algorithm, group, structure, scratch, index)
+        made = make_jobs(member, algorithm, group, structure, scratch, index, ordinals)
         index += sum(job.unit.batch for job in made)
         if made:  # a parameter without elements has no matrices
             jobs.setdefault(key, []).extend(made)
