@@ -41,8 +41,8 @@ ORDER = {
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
     "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),
     "vfsdp_optim.step": (
-        "nonfinite member runs run_lists units sharded_units admission standing_state unit_owners "
-        "working_set plan_proof"
+        "nonfinite member runs group_runs run_lists units sharded_units admission standing_state "
+        "unit_owners working_set plan_proof"
     ).split(),
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
     "vfsdp_optim.capacity": (

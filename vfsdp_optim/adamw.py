@@ -1,6 +1,6 @@
 """AdamW: Adam with decoupled weight decay. Element-wise, so it never communicates."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -21,7 +21,8 @@ from vfsdp_optim.algorithm import (
 )
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step.run_lists import batches, is_plain
+from vfsdp_optim.step.group_runs import StepRuns
+from vfsdp_optim.step.run_lists import batches, fused_lists
 from vfsdp_optim.step.runs import Run
 
 
@@ -72,42 +73,25 @@ class AdamWAlgorithm(Algorithm):
         """Return the two moments, and the maximum of the second with amsgrad."""
         return ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
 
-    def update_runs(self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch) -> None:
+    def update_runs(self, group: dict[str, Any], runs: StepRuns, scratch: Scratch) -> None:
         """Update moments and parameters in place, those of short runs by lists."""
+        keys = self.state_keys(group)
         if group["fused"]:
-            update_fused(group, self._not_fused(group, runs, scratch), self.state_keys(group))
-        elif type(self).update_run is AdamWAlgorithm.update_run:
-            self._update_in_batches(group, runs, scratch)
+            division = fused_lists(runs, keys)
+            for each in division.lists:
+                update_fused(group, runs, each)
+        elif type(self).update_run is AdamWAlgorithm.update_run and runs.skip is False:
+            division = batches(runs, keys)
+            for each in division.lists:
+                AdamWUpdate(group, runs.step_of(each.cuts[0])).of_list(runs, each)
         else:  # the rule of a subclass holds for short runs, too
             super().update_runs(group, runs, scratch)
-
-    def _not_fused(
-        self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
-    ) -> Iterator[Run]:
-        """Update the runs that torch's kernel cannot, whose state was loaded in another dtype than
-        the parameter's, and yield the others."""
-        for run in runs:
-            if is_plain(run):
-                yield run
-            else:
-                self.update_run(group, run, scratch)
-                run.store()
-
-    def _update_in_batches(
-        self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch
-    ) -> None:
-        keys = self.state_keys(group)
-        updates: dict[float, AdamWUpdate] = {}
-        for batch in batches(runs):
-            step = batch[0].step
-            if step not in updates:
-                updates[step] = AdamWUpdate(group, step)
-            if len(batch) == 1:
-                updates[step].of_run(batch[0], scratch)
-            else:
-                updates[step].of_runs(batch, keys)
-            for run in batch:
-                run.store()
+            return
+        # Of states in another dtype than the parameter's, or too long for a list.
+        for cut in division.alone:
+            run = runs.run(cut)
+            self.update_run(group, run, scratch)
+            run.store()
 
     def update_run(self, group: dict[str, Any], run: Run, scratch: Scratch) -> None:
         """Update moments and parameters in place."""

@@ -4,7 +4,7 @@ or torch's fused kernel.
 Touches the tensors of runs; communicates nothing.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,8 @@ from torch import Tensor
 
 from vfsdp_optim.fused_adam import can_fuse, fused_adam
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step.run_lists import FusedPieces
+from vfsdp_optim.step.group_runs import StepRuns
+from vfsdp_optim.step.run_lists import RunList
 from vfsdp_optim.step.runs import Run
 
 
@@ -89,16 +90,15 @@ class AdamWUpdate:
         if self._writes_padding(dtype):
             run.clear_gaps()
 
-    def of_runs(self, runs: Sequence[Run], keys: Iterable[str]) -> None:
-        """Update runs of one dtype and device, with states of these keys, by a call of each
-        operator."""
-        dtype = runs[0].param.dtype
-        params, grads = [run.param for run in runs], [run.grad.to(dtype) for run in runs]
-        states = {key: [run.states[key].parts()[""] for run in runs] for key in keys}
-        self._compute(_ON_LISTS, params, grads, states, torch._foreach_sqrt)
-        if self._writes_padding(dtype):
-            for run in runs:
-                run.clear_gaps()
+    def of_list(self, runs: StepRuns, each: RunList) -> None:
+        """Update runs in a list by a call of each operator."""
+        self._compute(
+            _ON_LISTS, each.params, each.gradients(runs), each.states, torch._foreach_sqrt
+        )
+        if self._writes_padding(each.params[0].dtype):
+            for cut in each.cuts:
+                if cut.gaps:
+                    runs.run(cut).clear_gaps()
 
     def _compute(
         self,
@@ -135,36 +135,27 @@ class AdamWUpdate:
         return self._eps < torch.finfo(dtype).smallest_normal
 
 
-def update_fused(group: dict[str, Any], runs: Iterable[Run], keys: Sequence[str]) -> None:
-    """Update runs by torch's fused kernel, bitwise as it does unsharded tensors; store them."""
-    lists: dict[object, FusedPieces] = {}
-    for run in runs:
-        key = run.step, run.device, run.param.dtype
-        if key not in lists:
-            lists[key] = FusedPieces(keys)
-        lists[key].add(run)
+def update_fused(group: dict[str, Any], runs: StepRuns, each: RunList) -> None:
+    """Update runs in a list by torch's fused kernel, bitwise as it does unsharded tensors."""
     beta1, beta2 = (float(beta) for beta in group["betas"])
-    for pieces in lists.values():
-        first = pieces.runs[0]
-        step = torch.full((), first.step, dtype=torch.float32, device=first.device)
-        skip = first.skip
-        torch._fused_adamw_(
-            pieces.params,
-            pieces.grads,
-            pieces.states["exp_avg"],
-            pieces.states["exp_avg_sq"],
-            pieces.states.get("max_exp_avg_sq", []),
-            [step] * len(pieces.params),
-            lr=float(group["lr"]),
-            beta1=beta1,
-            beta2=beta2,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
-            amsgrad=bool(group["amsgrad"]),
-            maximize=bool(group["maximize"]),
-            # The kernel writes nothing where it is 1.
-            found_inf=skip.to(first.device, torch.float32) if isinstance(skip, Tensor) else None,
-        )
-        pieces.write_back()
-        for run in pieces.runs:
-            run.store()
+    device, skip = each.params[0].device, runs.skip
+    step = torch.full((), runs.step_of(each.cuts[0]), dtype=torch.float32, device=device)
+    each.open()
+    torch._fused_adamw_(
+        each.params,
+        each.gradients(runs),
+        each.states["exp_avg"],
+        each.states["exp_avg_sq"],
+        each.states.get("max_exp_avg_sq", []),
+        [step] * len(each.params),
+        lr=float(group["lr"]),
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=group["weight_decay"],
+        eps=group["eps"],
+        amsgrad=bool(group["amsgrad"]),
+        maximize=bool(group["maximize"]),
+        # The kernel writes nothing where it is 1.
+        found_inf=skip.to(device, torch.float32) if isinstance(skip, Tensor) else None,
+    )
+    each.close()

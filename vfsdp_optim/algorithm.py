@@ -23,6 +23,7 @@ from sharding.planning.turns import Recurring
 
 if TYPE_CHECKING:
     from vfsdp_optim.states.scratch import Scratch
+    from vfsdp_optim.step.group_runs import StepRuns
     from vfsdp_optim.step.runs import Run
 
 # Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads
@@ -196,7 +197,7 @@ class Algorithm(ABC):
         of new tensors, `scratch.take(numel, dtype, device)` lends memory until the next chunk.
         """
 
-    def update_runs(self, group: dict[str, Any], runs: Iterable[Run], scratch: Scratch) -> None:
+    def update_runs(self, group: dict[str, Any], runs: StepRuns, scratch: Scratch) -> None:
         """Do it on all runs of a group, taken one by one, and store each."""
         for run in runs:
             self.update_run(group, run, scratch)

@@ -5,8 +5,6 @@ Touches local tensors; communicates once to compare plans, and in the exchange o
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from itertools import groupby
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -377,7 +375,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         working = self._current_working_set()
         matrices = self._current_matrices(working)
         record_update(type(self).__name__, self.param_groups, working.logs)
-        grads = [member.gradient() for member in working.members]
+        grads = working.looked_at.gradients()
         skip = self._decide(working, grads)
         if skip is not True:
             absent = absent_gradients(working.members, matrices, grads, working.steps)
@@ -397,7 +395,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Return whether on_nonfinite leaves the step out, or raise."""
         rule = self._nonfinite
         steps = working.steps.tolist() if rule.choice != "ignore" else ()
-        pieces = (piece for span in working.spans for piece in span.gradients(grads, steps))
+        pieces = (piece for runs in working.runs for piece in runs.gradients(grads, steps))
         skip = rule.decide(pieces, working.peers, working.failures)
         if rule.choice == "raise" and skip:
             names = [
@@ -414,10 +412,10 @@ class StructuredOptimizer(torch.optim.Optimizer):
         counts = torch.tensor(advance, dtype=torch.float32, device="cpu")
         self._nonfinite.count(skip, working.steps, counts)
         steps = working.steps.tolist()
-        for number, spans in groupby(working.spans, key=attrgetter("group")):
-            group = self.param_groups[number]
-            runs = (run for span in spans for run in span.runs(grads, steps, skip))
-            self._algorithms[group["algorithm"]].update_runs(group, runs, self._scratch)
+        for runs in working.runs:
+            group = self.param_groups[runs.group]
+            algorithm = self._algorithms[group["algorithm"]]
+            algorithm.update_runs(group, runs.of_step(grads, steps, skip), self._scratch)
 
     # ----------------------------------------------------------- working set
 
@@ -441,7 +439,8 @@ class StructuredOptimizer(torch.optim.Optimizer):
             (
                 id(group),  # matrices read it
                 [repr(group[key]) for key in self._structural_keys(group)],
-                [(id(p), self._has_state(p)) for p in group["params"]],
+                list(map(id, group["params"])),
+                [p.requires_grad or self._has_state(p) for p in group["params"]],
             )
             for group in self.param_groups
         ]
@@ -456,7 +455,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             working is None
             or not working.standing.holds(self._states)
             or working.key != self._working_set_key()
-            or any(member.moved for member in working.members)
+            or working.looked_at.moved()
         ):
             self._working_set, self._edited = None, True  # until it is right
             limits = self._replicas, self._max_exchange_bytes, self._scratch

@@ -283,7 +283,7 @@ class SkipOnOneRank(OnlyAdamW):
 
     def _decide(self, layout: Any, grads: Any) -> Skip:
         steps = layout.steps.tolist()
-        pieces = (piece for span in layout.spans for piece in span.gradients(grads, steps))
+        pieces = (piece for runs in layout.runs for piece in runs.gradients(grads, steps))
         return self._nonfinite.decide(pieces, [])
 
 

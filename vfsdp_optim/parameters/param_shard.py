@@ -271,7 +271,7 @@ class ParamShard:
         )
 
     def gradient(self, fqn: str) -> Tensor | None:
-        """Return the local elements of the gradient, 1-D in logical order, or None.
+        """Return the local elements of the gradient, contiguous and shaped as they are, or None.
 
         Raises:
             RuntimeError: the gradient is sparse.
@@ -299,7 +299,7 @@ class ParamShard:
             raise RuntimeError(
                 f"{fqn}: sparse gradients are not supported; use torch.optim.SparseAdam"
             )
-        return grad.reshape(-1)
+        return grad.contiguous()
 
     def values(self, value: Any, what: str) -> Tensor:
         """Return the elements of a loaded state that belong to this rank, 1-D.

@@ -1,13 +1,15 @@
-"""One parameter as a step sees it, with its state. Touches local tensors only."""
+"""Parameters as a step sees them, with their state. Touches local tensors only."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sharding.checkpoint.names import plain_names
+from sharding.tensor.ragged_tensor import RaggedDTensor
 from vfsdp_optim.parameters.param_shard import ParamShard
 from vfsdp_optim.states.formats import State, StateFormat, parts_of
 from vfsdp_optim.states.weights import Place, WeightRule, stream_of
@@ -80,13 +82,6 @@ class Member:
         """What the user passed."""
         return self.shard.param
 
-    @property
-    def moved(self) -> bool:
-        """Whether the parameter has other memory than when the span was found."""
-        pointer = self.shard.data_ptr()
-        # Without memory, empty or on meta, there is no address to tell.
-        return pointer != self.pointer or (pointer == 0 and self.param.device != self.device)
-
     def parts(self) -> dict[str, Tensor]:
         """Return the local memory of the states, 1-D, by the keys of `views`."""
         return {
@@ -152,11 +147,68 @@ class Member:
         for tensor, old in zip(held, kept, strict=True):
             tensor.copy_(old)
 
-    def gradient(self) -> Tensor | None:
-        """Return the local elements of the gradient, 1-D in logical order, or None.
+
+class Members:
+    """Members of a working set, looked at all together: it is done in every step, and a few
+    bytecodes for each are all that it may take."""
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._members = members
+        self._params = [member.param for member in members]
+        self._sharded = [isinstance(param, DTensor) for param in self._params]
+        self._placed = [_placed(param) for param in self._params]
+        self._layouts = self._found_layouts()
+        self._pointers = [member.pointer for member in members]
+        # Without memory, empty or on meta, there is no address to tell.
+        self._unplaced = [member for member in members if member.pointer == 0]
+
+    def moved(self) -> bool:
+        """Return whether a parameter has other memory than when the spans were found."""
+        return (
+            [local.data_ptr() for local in self._locals()] != self._pointers
+            or self._found_layouts() != self._layouts
+            or any(member.param.device != member.device for member in self._unplaced)
+        )
+
+    def gradients(self) -> list[Tensor | None]:
+        """Return the local elements of each gradient, contiguous and shaped as they are, or None.
 
         Raises:
-            RuntimeError: the gradient is sparse.
-            TypeError: it is not laid out as the parameter is.
+            RuntimeError: a gradient is sparse.
+            TypeError: one is not laid out as its parameter is.
         """
-        return self.shard.gradient(self.fqn)
+        grads = [param.grad for param in self._params]
+        # The usual cases first.
+        return [
+            grad
+            if grad is None
+            or (
+                placed is None
+                and type(grad) is Tensor
+                and grad.layout is torch.strided
+                and grad.is_contiguous()
+            )
+            else grad._local_tensor
+            if type(grad) is RaggedDTensor and grad._spec.placements == placed
+            else member.shard.gradient(member.fqn)
+            for grad, placed, member in zip(grads, self._placed, self._members, strict=True)
+        ]
+
+    def _locals(self) -> list[Any]:
+        pairs: Iterable[tuple[Any, bool]] = zip(self._params, self._sharded, strict=True)
+        return [param._local_tensor if sharded else param for param, sharded in pairs]
+
+    def _found_layouts(self) -> list[tuple[int, ...]]:
+        # Of tensors with a shape of their own, which `.data` can replace in the same memory.
+        return [
+            local.stride()
+            for local, placed in zip(self._locals(), self._placed, strict=True)
+            if not isinstance(placed, tuple)
+        ]
+
+
+def _placed(param: Tensor) -> object:
+    """Return what a gradient's placements must be for its local tensor to be taken as it is."""
+    if isinstance(param, RaggedDTensor):
+        return param.placements
+    return "asked" if isinstance(param, DTensor) else None

@@ -14,7 +14,6 @@ which that holds.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -177,24 +176,6 @@ def piece_numel(
     return -(-size // ALIGN) * ALIGN  # whole blocks
 
 
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """Members first:last of a span as one run, elements start:stop of it.
-
-    Attributes:
-        param: those elements, which lie in one buffer; None of a single member, which `open`s.
-    """
-
-    first: int
-    last: int
-    start: int
-    stop: int
-    gaps: tuple[tuple[int, int], ...]
-    members: Sequence[Member]
-    param: Tensor | None
-    states: dict[str, State]
-
-
 class Span:
     """Parameters that lie together, and their flat state. See [Note: spans and runs]."""
 
@@ -217,120 +198,6 @@ class Span:
                 .views(state, member.shard, member.fqn)
                 .items()
             }
-        self._key: list[tuple[int, float, torch.dtype] | None] = []
-        self._cuts: list[_Cut] = []
-
-    def runs(
-        self, grads: Sequence[Tensor | None], steps: Sequence[float], skip: Skip = False
-    ) -> Iterator[Run]:
-        """Yield the runs of this step.
-
-        Args:
-            grads: of all members of the optimizer, by number.
-            steps: number of the step each member takes, by number.
-            skip: of every run.
-        """
-        for cut, grad in self._cuts_and_gradients(grads, steps):
-            first = cut.members[0]
-            param = first.open() if cut.param is None else cut.param
-            step = steps[first.number]
-            if first.weights.draws:
-                for member in cut.members:
-                    member.step = step
-            yield Run(self.group, cut.members, param, grad, cut.states, cut.gaps, step, skip)
-
-    def gradients(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> Iterator[Tensor]:
-        """Yield the gradients of the runs; arguments as of `runs`."""
-        for _, grad in self._cuts_and_gradients(grads, steps):
-            yield grad
-
-    def _cuts_and_gradients(
-        self, grads: Sequence[Tensor | None], steps: Sequence[float]
-    ) -> Iterator[tuple[_Cut, Tensor]]:
-        self._update_cuts(grads, steps)
-        for cut in self._cuts:
-            grad = grads[self.members[cut.first].number]
-            if grad is None or cut.stop == cut.start:
-                continue
-            if cut.last - cut.first > 1:
-                grad = grad.as_strided((cut.stop - cut.start,), (1,), grad.storage_offset())
-            yield cut, grad
-
-    def _update_cuts(self, grads: Sequence[Tensor | None], steps: Sequence[float]) -> None:
-        """Find the runs again only if gradients appeared, vanished or moved against each other."""
-        key: list[tuple[int, float, torch.dtype] | None] = []
-        origin: tuple[int, float] | None = None
-        for member in self.members:
-            grad = grads[member.number]
-            if grad is None:
-                key.append(None)
-                continue
-            pointer, step = grad.data_ptr(), steps[member.number]
-            origin = origin or (pointer, step)
-            key.append((pointer - origin[0], step - origin[1], grad.dtype))
-        if key != self._key or not self._fits(grads):
-            self._key, self._cuts = key, self._find_cuts(key, grads)
-
-    def _fits(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether each run of gradients lies in the storage of its first one.
-
-        Equal distances of addresses alone could be two allocations side by side.
-        """
-        return all(
-            cut.last - cut.first == 1
-            or _reaches(grads[self.members[cut.first].number], cut.stop - cut.start)
-            for cut in self._cuts
-        )
-
-    def _find_cuts(
-        self, key: list[tuple[int, float, torch.dtype] | None], grads: Sequence[Tensor | None]
-    ) -> list[_Cut]:
-        cuts: list[_Cut] = []
-        first = 0
-        while first < len(self.members):
-            last = first + 1
-            while last < len(self.members) and self._continues(key, grads, first, last):
-                last += 1
-            if key[first] is not None:
-                start = self.members[first].start
-                members = self.members[first:last]
-                gaps = tuple(
-                    (a.start + a.numel - start, b.start - start)
-                    for a, b in pairwise(members)
-                    if b.start > a.start + a.numel
-                )
-                stop = members[-1].start + members[-1].numel
-                param = members[0].open() if len(members) > 1 else None
-                if param is not None:
-                    param = param.as_strided((stop - start,), (1,), param.storage_offset())
-                states = {key: flat.narrow(start, stop) for key, flat in self.states.items()}
-                cuts.append(_Cut(first, last, start, stop, gaps, members, param, states))
-            first = last
-        return cuts
-
-    def _continues(
-        self,
-        key: list[tuple[int, float, torch.dtype] | None],
-        grads: Sequence[Tensor | None],
-        first: int,
-        last: int,
-    ) -> bool:
-        """Return whether member `last` belongs to the run that starts at member `first`."""
-        a, b = key[first], key[last]
-        if a is None or b is None or a[1:] != b[1:]:
-            return False
-        start, end = self.members[first], self.members[last]
-        return b[0] - a[0] == (end.start - start.start) * b[2].itemsize and _reaches(
-            grads[start.number], end.start + end.numel - start.start
-        )
-
-
-def _reaches(grad: Tensor | None, numel: int) -> bool:
-    """Return whether `numel` elements from the start of `grad` lie in its storage."""
-    if grad is None:
-        return False
-    available = grad.untyped_storage().nbytes() // grad.element_size() - grad.storage_offset()
-    return grad.is_contiguous() and numel <= available
 
 
 def find_spans(members: Sequence[Member]) -> list[Span]:

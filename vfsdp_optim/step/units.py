@@ -119,7 +119,8 @@ class Job:
 
     def write_input(self, grad: Tensor, out: Tensor) -> None:
         """Write the input of the local elements; `grad` is the local gradient of the parameter,
-        1-D."""
+        contiguous."""
+        grad = grad.view(-1)
         held = self.member.states
         packed = any(state.packed for state in held.values())
         # Plain states are read where they are, in one call.

@@ -17,7 +17,8 @@ from vfsdp_optim.states.precision import note_format, state_formats, weight_rule
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.admission import check_update
-from vfsdp_optim.step.member import Member
+from vfsdp_optim.step.group_runs import GroupRuns, group_runs
+from vfsdp_optim.step.member import Member, Members
 from vfsdp_optim.step.nonfinite import Failure
 from vfsdp_optim.step.runs import Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
@@ -38,7 +39,9 @@ class WorkingSet:
 
     Attributes:
         members: every parameter that has state.
+        looked_at: the same, together.
         spans: the same, by where they lie.
+        runs: the spans, by group.
         steps: (number of members,) float32 on the CPU; `state[p]["step"]` are views of it.
         counting: whether each member's algorithm counts steps.
         failures: of units since the last step; None where no unit has states.
@@ -53,7 +56,9 @@ class WorkingSet:
     """
 
     members: list[Member]
+    looked_at: Members
     spans: list[Span]
+    runs: list[GroupRuns]
     steps: Tensor
     counting: list[bool]
     failures: list[Failure] | None
@@ -134,7 +139,10 @@ def make_working_set(
     for member in keepers:
         member.failures = failures
     of_units = failures if keepers else None
-    found = members, spans, steps, counting, of_units, sharded, peers, left, logs
+    found = (
+        *(members, Members(members), spans, group_runs(spans), steps, counting, of_units, sharded),
+        *(peers, left, logs),
+    )
     return WorkingSet(*found, untouched=untouched)
 
 
