@@ -42,7 +42,7 @@ class StepRuns(Iterable[Run]):
 
     Attributes:
         cuts: where they are.
-        grads: of all members of the optimizer, by number, as `Members.gradients` returns them.
+        grads: of all members of the optimizer, by number, as `MemberList.gradients` returns them.
         steps: number of the step each member takes, by number.
         skip: of every run.
         kept: for what algorithms derive from `cuts` alone; emptied when those are found again.

@@ -148,7 +148,7 @@ class Member:
             tensor.copy_(old)
 
 
-class Members:
+class MemberList:
     """Members of a working set, looked at all together: it is done in every step, and a few
     bytecodes for each are all that it may take."""
 

@@ -33,7 +33,7 @@ _DEVICE_LIST = 1 << 24
 # factors are rounded too.
 _LISTED = (torch.float32, torch.float64)
 
-Range = tuple[int, int]
+_Range = tuple[int, int]
 
 
 def is_plain(cut: Cut) -> bool:
@@ -58,7 +58,7 @@ class Pieces:
     """
 
     cut: Cut
-    ranges: Sequence[Range]
+    ranges: Sequence[_Range]
     odd: Sequence[tuple[int, int, int, int]] = ()
 
     @property
@@ -238,7 +238,7 @@ def _fused_pieces(cut: Cut) -> Pieces:
 
     See [Note: pieces of fused kernels].
     """
-    ranges: list[Range] = []
+    ranges: list[_Range] = []
     odd: list[tuple[int, int, int, int]] = []
     joins = False  # whether what follows may be one piece with the last range
     for member in cut.members:

@@ -18,7 +18,7 @@ from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.states.weights import MASTER
 from vfsdp_optim.step.admission import check_update
 from vfsdp_optim.step.group_runs import GroupRuns, group_runs
-from vfsdp_optim.step.member import Member, Members
+from vfsdp_optim.step.member import Member, MemberList
 from vfsdp_optim.step.nonfinite import Failure
 from vfsdp_optim.step.runs import Span, find_spans
 from vfsdp_optim.step.sharded_units import LocalMatrices, ShardedMatrices
@@ -56,7 +56,7 @@ class WorkingSet:
     """
 
     members: list[Member]
-    looked_at: Members
+    looked_at: MemberList
     spans: list[Span]
     runs: list[GroupRuns]
     steps: Tensor
@@ -138,12 +138,20 @@ def make_working_set(
     failures: list[Failure] = []
     for member in keepers:
         member.failures = failures
-    of_units = failures if keepers else None
-    found = (
-        *(members, Members(members), spans, group_runs(spans), steps, counting, of_units, sharded),
-        *(peers, left, logs),
+    return WorkingSet(
+        members=members,
+        looked_at=MemberList(members),
+        spans=spans,
+        runs=group_runs(spans),
+        steps=steps,
+        counting=counting,
+        failures=failures if keepers else None,
+        sharded=sharded,
+        peers=peers,
+        standing=left,
+        logs=logs,
+        untouched=untouched,
     )
-    return WorkingSet(*found, untouched=untouched)
 
 
 def _take_over(member: Member, old: dict[str, Any], *others: str) -> None:
