@@ -408,9 +408,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     def _update_runs(self, working: WorkingSet, grads: list[Tensor | None], skip: Skip) -> None:
         """Do the element-wise part of every group."""
-        advance = [c and grad is not None for c, grad in zip(working.counting, grads, strict=True)]
-        counts = torch.tensor(advance, dtype=torch.float32, device="cpu")
-        self._nonfinite.count(skip, working.steps, counts)
+        self._nonfinite.count(skip, working.steps, working.counts(grads))
         steps = working.steps.tolist()
         for runs in working.runs:
             group = self.param_groups[runs.group]

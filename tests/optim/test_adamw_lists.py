@@ -7,12 +7,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from ranks import run_ranks
 from torch_layouts import LAYOUTS, Matrices, full, full_tensors, step
-from vfsdp_optim import AdamW, Precision
+from vfsdp_optim import AdamW, Precision, fully_shard
 from vfsdp_optim.adamw import AdamWAlgorithm
 from vfsdp_optim.optimizer import StructuredOptimizer
 
-# Shards of odd rows start and end inside of vectors; some are shorter than one.
-SHAPES = [(7, 33), (5, 131), (3, 5), (2, 1000), (9, 37), (1, 1), (64, 16)]
+# Shards of odd rows start and end inside of vectors; some are shorter than one. Of the last ones
+# neighbours are one piece.
+SHAPES = [(7, 33), (5, 131), (3, 5), (2, 1000), (9, 37), (1, 1), (64, 16), (16, 16), (8, 64)]
 
 
 def unsharded(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> Matrices:
@@ -80,6 +81,48 @@ def test_fused_steps_where_states_were_loaded_in_another_dtype():
 def full_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     states = [optimizer.state[p] for p in model.parameters()]
     return [*model.parameters(), *(s[key] for s in states for key in s if key != "step")]
+
+
+class Dotted(Matrices):
+    """Its gradients are what it is called with, and lie in the flat buffers."""
+
+    def forward(self, factors: list[torch.Tensor]) -> torch.Tensor:
+        return torch.stack([(w * x).sum() for w, x in zip(self.ws, factors, strict=True)]).sum()
+
+
+def differing_in_flat_buffers() -> tuple[int, int, int]:
+    """Return how many parameters of 3 steps differ, how many there are here, and in how many pieces
+    the kernel takes them."""
+    theirs, ours = unsharded(SHAPES), fully_shard(Dotted(SHAPES))
+    expected = trained(theirs, torch.optim.AdamW(theirs.parameters(), lr=0.1, fused=True))
+    optimizer = AdamW(ours.named_parameters(), lr=0.1, fused=True)
+    for seed in range(3):
+        optimizer.zero_grad()
+        ours(full_tensors(SHAPES, seed)).backward()
+        optimizer.step()
+    (runs,) = optimizer._current_working_set().runs
+    pieces = [param for each in runs._kept["fused"].lists for param in each.params]
+    held = sum(p.to_local().numel() > 0 for p in ours.parameters())
+    params = map(full, ours.parameters())
+    differ = sum(not torch.equal(a, b) for a, b in zip(params, expected, strict=False))
+    return differ, held, len(pieces)
+
+
+def test_neighbours_in_a_flat_buffer_have_torchs_bits_and_without_tails_are_one_piece():
+    found = run_ranks(differing_in_flat_buffers, 2)
+    assert [differ for differ, _, _ in found] == [0, 0]
+    assert sum(held - pieces for _, held, pieces in found) > 0
+
+
+def test_parameter_that_is_laid_out_anew_in_the_same_memory_is_updated_as_it_lies():
+    ours, theirs = unsharded([(4, 4), (6, 4)]), unsharded([(4, 4), (6, 4)])
+    optimizers = AdamW(ours.parameters(), lr=0.1), torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    for model, optimizer in zip((ours, theirs), optimizers, strict=True):
+        step(optimizer, 0)
+        model.ws[0].data = model.ws[0].data.t()
+        for seed in (1, 2):
+            step(optimizer, seed)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
 
 
 @pytest.mark.parametrize("fused", [None, True])

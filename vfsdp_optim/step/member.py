@@ -160,14 +160,15 @@ class MemberList:
         self._layouts = self._found_layouts()
         self._pointers = [member.pointer for member in members]
         # Without memory, empty or on meta, there is no address to tell.
-        self._unplaced = [member for member in members if member.pointer == 0]
+        self._unplaced = [member.param for member in members if member.pointer == 0]
+        self._devices = [member.device for member in members if member.pointer == 0]
 
     def moved(self) -> bool:
         """Return whether a parameter has other memory than when the spans were found."""
         return (
             [local.data_ptr() for local in self._locals()] != self._pointers
             or self._found_layouts() != self._layouts
-            or any(member.param.device != member.device for member in self._unplaced)
+            or [param.device for param in self._unplaced] != self._devices
         )
 
     def gradients(self) -> list[Tensor | None]:

@@ -1,6 +1,6 @@
 """The parameters of an optimizer as a step finds them, with their state. Touches local tensors."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,6 +69,14 @@ class WorkingSet:
     key: object = None
     untouched: dict[int, dict[str, int]] = field(default_factory=dict)
     matrices: list[LocalMatrices | ShardedMatrices] | None = None
+    _counted: tuple[list[bool], Tensor] | None = None
+
+    def counts(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """Return how many steps each member takes with these gradients, (number of members,)."""
+        advance = [c and grad is not None for c, grad in zip(self.counting, grads, strict=True)]
+        if self._counted is None or self._counted[0] != advance:  # of long lists it takes a while
+            self._counted = advance, torch.tensor(advance, dtype=torch.float32, device="cpu")
+        return self._counted[1]
 
 
 @torch.no_grad()
