@@ -71,14 +71,16 @@ class DynamicMap:
         """Write the codes and scales of `x`; `x` is overwritten.
 
         Args:
-            x: (256 n,) float32, contiguous.
+            x: (256 n,) float32, contiguous, not negative if the map is unsigned.
             codes: (256 n,) uint8, written.
             absmax: (n,) float32, written.
             scratch: working memory, 8 bytes an element of `x`.
         """
         blocks, bits = x.view(-1, BLOCK), x.view(torch.int32)
         index = scratch.take(x.numel(), torch.int32, x.device, "codec")
-        magnitudes = torch.abs(blocks, out=index.view(torch.float32).view(-1, BLOCK))
+        magnitudes = blocks
+        if self.signed:
+            magnitudes = torch.abs(blocks, out=index.view(torch.float32).view(-1, BLOCK))
         torch.amax(magnitudes, dim=1, out=absmax)
         # Among zeros alone 0 / 0 makes NaN, whose code is that of zero.
         blocks.div_(absmax.unsqueeze(1))
