@@ -30,7 +30,7 @@ from stdlib_corpus import Corpus, read_corpus, spread_windows
 RATES = {
     "adamw": (0.004, 0.008, 0.016, 0.032),
     "shampoo": (0.008, 0.016, 0.032),
-    "soap": (0.004, 0.008, 0.016),
+    "soap": (0.002, 0.004, 0.008, 0.016),
 }
 Curve = dict[int, float]  # held-out bits a byte after some numbers of steps
 

@@ -21,7 +21,7 @@ low as AdamW's best (python benchmarks/fewer_steps.py):
 
     adamw    --lr 0.004  3.253    --lr 0.008  3.058    --lr 0.016  3.098    --lr 0.032  3.615
     shampoo  --lr 0.008  2.962    --lr 0.016  2.864    --lr 0.032  3.127    step 90 with 0.016
-    soap     --lr 0.004  2.860    --lr 0.008  2.907    --lr 0.016  2.924    step 85 with 0.004
+    soap     --lr 0.002  2.967    --lr 0.004  2.860    --lr 0.008  2.907    step 85 with 0.004
 """
 
 from __future__ import annotations
