@@ -212,11 +212,14 @@ class UnitState:
         shape: of one matrix or panel; at least one dim.
         compressible: whether it is kept as 8-bit codes where the states of its parameter are.
         nonnegative: whether its numbers are never negative.
+        guarded: whether `matrix_update` itself leaves it as it was where `context.skip` is set. Of
+            others a copy is kept in each step of which only a device knows whether it counts.
     """
 
     shape: tuple[int, ...]
     compressible: bool = False
     nonnegative: bool = False
+    guarded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +235,8 @@ class UnitContext:
         fail: takes what went wrong for good, as text, and a 0-d bool tensor if only the device
             knows whether it did; the next step raises it on all ranks, or the one after it where
             the host does not wait for the device.
+        skip: a 0-d bool tensor of the device, whether the step is to leave all states as they were;
+            False where the host knows that it counts.
     """
 
     index: int
@@ -239,6 +244,7 @@ class UnitContext:
     states: Mapping[str, Tensor]
     turns: tuple[int, ...]
     fail: Callable[..., None]
+    skip: bool | Tensor = False
 
 
 class MatrixAlgorithm(Algorithm):

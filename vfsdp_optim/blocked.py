@@ -161,10 +161,19 @@ def picked(tensors: Tensor, places: Sequence[int]) -> Tensor:
     return torch.stack([tensors[i] for i in places])
 
 
-def keep_found(tensors: Tensor, places: Sequence[int], values: Tensor, found: Tensor) -> None:
-    """Write `values`, which `picked` would return, where they were `found`, (places,) bool."""
+def keep_found(
+    tensors: Tensor, places: Sequence[int], values: Tensor, found: Tensor, skip: bool | Tensor
+) -> None:
+    """Write `values`, which `picked` would return, where they were `found`, (places,) bool, in a
+    step that is not to be left out."""
+    found = counting(found, skip)
     for i, value, there in zip(places, values, found, strict=True):
         tensors[i].copy_(torch.where(there, value, tensors[i]))
+
+
+def counting(marks: Tensor, skip: bool | Tensor) -> Tensor:
+    """Return marks, none where a step is to be left out."""
+    return marks & ~skip.to(marks.device) if isinstance(skip, Tensor) else marks
 
 
 def count_failures(
@@ -174,10 +183,11 @@ def count_failures(
     the run."""
     failures = strip.counts(context.states["failures"])
     counts = torch.where(failed, picked(failures, places) + 1, 0)
-    keep_found(failures, places, counts, torch.ones_like(failed))
-    for i, count in zip(places, counts, strict=True):
+    keep_found(failures, places, counts, torch.ones_like(failed), context.skip)
+    ended = counting(counts > _MOST_FAILURES, context.skip)
+    for i, happened in zip(places, ended, strict=True):
         text = f"the {what} of block {strip.numbers[i]} failed more than {_MOST_FAILURES} times in"
-        context.fail(f"{text} a row; {cure}", count > _MOST_FAILURES)
+        context.fail(f"{text} a row; {cure}", happened)
 
 
 class BlockedAlgorithm(MatrixAlgorithm):

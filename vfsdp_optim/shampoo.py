@@ -77,10 +77,11 @@ class ShampooAlgorithm(BlockedAlgorithm):
         if group["grafting"] == "adam":
             states["exp_avg_sq"] = UnitState(shape, compressible=True, nonnegative=True)
         for side, whole in zip(SIDES, factor_shapes(*shape, group["block_size"]), strict=True):
-            states[side], states[f"{side}_root"] = UnitState(whole), UnitState(whole)
+            states[side] = UnitState(whole)
+            states[f"{side}_root"] = UnitState(whole, guarded=True)
         count = blocks_in(*shape, group["block_size"])
-        states["ready"] = UnitState((count,), nonnegative=True)
-        states["failures"] = UnitState((count,), nonnegative=True)
+        states["ready"] = UnitState((count,), nonnegative=True, guarded=True)
+        states["failures"] = UnitState((count,), nonnegative=True, guarded=True)
         return states
 
     def matrix_update(
@@ -141,8 +142,9 @@ class ShampooAlgorithm(BlockedAlgorithm):
         )
         found = each_found[0] & each_found[1]
         for side, root in zip(SIDES, roots, strict=True):
-            keep_found(strip.factors(states[f"{side}_root"], side), due, root, found)
-        keep_found(strip.counts(states["ready"]), due, torch.ones_like(found), found)
+            keep_found(strip.factors(states[f"{side}_root"], side), due, root, found, context.skip)
+        ready = strip.counts(states["ready"])
+        keep_found(ready, due, torch.ones_like(found), found, context.skip)
         # Without a gradient yet there is nothing to decompose.
         failed = ~found & factors[0].flatten(1).any(dim=1)
         cure = 'raise eps, or pass root="eigh"'

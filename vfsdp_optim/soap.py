@@ -77,8 +77,10 @@ class SOAPAlgorithm(BlockedAlgorithm):
         }
         wholes = dict(zip(SIDES, factor_shapes(*shape, size), strict=True))
         for side in self.factored(group, *shape):
-            states[side], states[f"{side}_basis"] = UnitState(wholes[side]), UnitState(wholes[side])
-        states["failures"] = UnitState((blocks_in(*shape, size),), nonnegative=True)
+            states[side] = UnitState(wholes[side])
+            states[f"{side}_basis"] = UnitState(wholes[side], guarded=True)
+        count = blocks_in(*shape, size)
+        states["failures"] = UnitState((count,), nonnegative=True, guarded=True)
         return states
 
     def factored(self, group: dict[str, Any], rows: int, cols: int) -> tuple[str, ...]:
@@ -128,7 +130,8 @@ class SOAPAlgorithm(BlockedAlgorithm):
         for side, basis in bases.items():
             first, found = eigenbases(strip.factors(context.states[side], side))
             identity = torch.eye(first.shape[-1], device=first.device)
-            basis.copy_(torch.where(found[:, None, None], first, identity))
+            first = torch.where(found[:, None, None], first, identity)
+            keep_found(basis, everyone, first, torch.ones_like(found), context.skip)
             failed = failed | ~found
         count_failures(context, strip, everyone, failed, *_WHAT_FAILS)
 
@@ -146,11 +149,11 @@ class SOAPAlgorithm(BlockedAlgorithm):
         for side, basis in bases.items():
             factors = picked(strip.factors(context.states[side], side), due)
             turned, order, found = next_eigenbases(factors, picked(basis, due))
-            keep_found(basis, due, turned, found)
+            keep_found(basis, due, turned, found, context.skip)
             old = picked(squares, due)
             dim = 1 if side == "left" else 2
             places = order.unsqueeze(3 - dim).expand_as(old)
-            keep_found(squares, due, old.gather(dim, places), found)
+            keep_found(squares, due, old.gather(dim, places), found, skip=False)  # a copy is kept
             failed = failed | ~found
         count_failures(context, strip, due, failed, *_WHAT_FAILS)
 

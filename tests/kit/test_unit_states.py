@@ -1,7 +1,9 @@
 """States that a unit has on its owner, in an algorithm as users write them, through the kit."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from panel_gram import PanelGram
 from ranks import run_ranks
+from vfsdp_optim import SOAP, Shampoo
 from vfsdp_optim.algorithm import UnitContext
 from vfsdp_optim.optimizer import StructuredOptimizer
 from vfsdp_optim.testing import assert_resume_is_exact, assert_sharded_equals_unsharded
@@ -78,6 +81,50 @@ def test_step_that_a_device_skips_leaves_states_of_units_as_they_were(states):
     param.grad.fill_(0.5)
     optimizer.step()
     assert not torch.equal(held(optimizer)["gram.0"], before["gram.0"])
+
+
+def blocked_run(kind: type, bad: int | None, *, host: bool) -> Iterator[dict[str, Tensor]]:
+    """States and weights after each of 6 steps; in step `bad` a gradient is not finite."""
+    param = nn.Parameter(torch.ones(40, 24))
+    optimizer = kind([param], block_size=(16, 8), precondition_frequency=2, on_nonfinite="skip")
+    if not host:
+        optimizer._nonfinite.host_devices = frozenset()  # as if the flag were known to a GPU alone
+    generator = torch.Generator().manual_seed(1)
+    for step in range(6):
+        param.grad = torch.randn(40, 24, generator=generator)
+        if step == bad:
+            param.grad[17, 9] = torch.nan
+        optimizer.step()
+        yield {**held(optimizer), "weight": param.detach()}
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_step_of_blocks_that_a_device_skips_is_that_which_a_host_leaves_out(kind):
+    for bad in (None, 0, 2, 3):
+        runs = (blocked_run(kind, bad, host=host) for host in (True, False))
+        for step, (ours, theirs) in enumerate(zip(*runs, strict=True)):
+            wrong = [key for key in ours if not torch.equal(ours[key], theirs[key])]
+            assert not wrong, (bad, step)
+
+
+@pytest.mark.parametrize("kind", [Shampoo, SOAP])
+def test_device_that_may_skip_keeps_copies_of_what_changes_in_each_step_alone(kind):
+    """All states were copied in every step: roots and bases change in the turn of a block."""
+    copied = 0
+
+    def clone(tensor: Tensor, original: Any = Tensor.clone) -> Tensor:
+        nonlocal copied
+        copied += tensor.numel()
+        return original(tensor)
+
+    with patch.object(Tensor, "clone", clone):
+        *_, last = blocked_run(kind, None, host=False)
+    numels = {key: value.numel() for key, value in last.items()}
+    copied -= 6 * (sum(numels.values()) - numels["weight"])  # by `held`
+    changing = ("exp_avg", "exp_avg_sq", "left", "right")
+    expected = sum(numel for key, numel in numels.items() if key.split(".")[0] in changing)
+    # Beside them weights, before the decay and before the update.
+    assert 6 * expected <= copied <= 6 * (expected + 3 * numels["weight"])
 
 
 def test_states_of_units_stay_when_a_group_comes_or_a_parameter_is_frozen():

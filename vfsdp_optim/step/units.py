@@ -159,7 +159,8 @@ class Job:
         step = 0 if count is None else int(count)
         specs = self.unit_states
         states = {key: self.member.unit_states[f"{key}.{self.number}"] for key in specs}
-        parts = parts_of(states)
+        # What is opened is written back in any case.
+        parts = parts_of({k: s for k, s in states.items() if s.packed or not specs[k].guarded})
         kept = [part.clone() for part in parts] if isinstance(skip, Tensor) else []
         numbers = {key: state.open(scratch, f"unit {key}") for key, state in states.items()}
         whole = {key: numbers[key].view(spec.shape) for key, spec in specs.items()}
@@ -172,6 +173,7 @@ class Job:
                 _nth(whole, i) if batch > 1 else whole,
                 turns_of(self.ordinal + 2 * i, *parts_and_period) if parts_and_period else (),
                 self._fail,
+                skip,
             )
             for i in range(batch)
         ]
