@@ -20,7 +20,7 @@ ORDER = {
         "axes backends heralds collectives agreement debug gradient_marks exchange"
     ).split(),
     "sharding.tensor": (
-        "placement moves gradient_hooks local_ops random_ops reductions ragged_tensor"
+        "placement moves gradient_hooks local_ops random_ops reductions specs ragged_tensor"
     ).split(),
     "sharding.checkpoint": (
         "names matching optimizer_checks load_checks step_folders safetensors_header dcp_metadata "

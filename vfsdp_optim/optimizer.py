@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.proofs import record_update
-from sharding.planning.structure import Blocks, Demand, Elementwise
+from sharding.planning.structure import Demand
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, spread
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
@@ -25,7 +25,7 @@ from vfsdp_optim.parameters.param_shard import Ranks, local_tensor
 from vfsdp_optim.plan import OptimizerPlan, make_plan
 from vfsdp_optim.states.precision import check_params, check_precision, check_used
 from vfsdp_optim.states.scratch import Scratch
-from vfsdp_optim.step.admission import admit
+from vfsdp_optim.step.admission import admit, demands_of
 from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.nonfinite import NonfiniteRule, Skip
 from vfsdp_optim.step.plan_proof import check_agreement
@@ -163,12 +163,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             return ()
         group = self.param_groups[number]
         structure = self._algorithms[group["algorithm"]].structure(group, param.shape)
-        by = type(self).__name__
-        blocks = Demand(Blocks(256), "stored", by)
-        if structure == Elementwise() or not self._has_state(param):
-            return (blocks,)
-        # Blocks hold at rest: the element-wise part of a step works on what a rank holds.
-        return blocks, Demand(structure, "step" if structure.has_units else "stored", by)
+        return demands_of(structure, type(self).__name__, trains=self._has_state(param))
 
     def group_of(self, param: Tensor) -> int | None:
         """Return the number of the group that has this very parameter; None if none has."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from enum import Enum, auto
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 
 from sharding.fsdp.buffer import DistributedBuffer, Workspace
 from sharding.fsdp.forms import Form, RaggedForm
@@ -101,7 +100,10 @@ class Bucket:
         self.wishes = ReductionWishes()
         self._tag = next_tag(self.transport.group)
         self.replicas = Replicas.of_mesh(mesh, len(self._slots))
-        self.parameters = [self._make_parameter(i, of_one) for i, of_one in enumerate(sites)]
+        with ExitStack() as stack:
+            for buffer in self.buffers:
+                stack.enter_context(buffer.present())
+            self.parameters = [self._make_parameter(i, held) for i, held in enumerate(sites)]
         self._places = PieceAddresses(self.parameters)
         self._trained = TrainedParameters(self.parameters)
         self.slots = Slots(self.parameters, self.name)
@@ -143,10 +145,10 @@ class Bucket:
         original = module._parameters[name]
         if original is None:
             raise RuntimeError(f"{spec.fqn} disappeared while its bucket was built")
-        form = self._cuts[i] if i in self._cuts else self._ragged_form(i)
-        buffer.copy_from_full(index, form.flat(original.detach()))
-        local = form.sharded(buffer.local_view(index))
-        sharded = cast(DTensor, nn.Parameter(local, requires_grad=original.requires_grad))
+        form = self._cuts.get(i) or RaggedForm(self.mesh, placement_in(self.plan, i), spec.shape)
+        if buffer.holds(index) and not original.is_meta:
+            buffer.copy_from_full(index, form.flat(original.detach()))
+        sharded = form.parameter(buffer.local_view(index), original.requires_grad)
         sharded.__dict__.update(original.__dict__)  # marks such as `no_weight_decay`
         attach_log(sharded, self.updates)
         unsharded = self._make_unsharded(i, form)
@@ -162,10 +164,6 @@ class Bucket:
             unsharded.register_post_accumulate_grad_hook(hands_gradients_to(self, i))
             unsharded.requires_grad_(False)  # until it is unsharded
         return unsharded
-
-    def _ragged_form(self, i: int) -> RaggedForm:
-        """How parameter `i` lies in its buffer, where the plan has cut it."""
-        return RaggedForm(self.mesh, placement_in(self.plan, i), self.plan.params[i].shape)
 
     def describe(self) -> str:
         """Return all that ranks must agree on before the first collective, as text."""
@@ -225,9 +223,12 @@ class Bucket:
             if piece.data_ptr() != view.data_ptr():
                 view.copy_(piece)
             parameter.sharded._local_tensor = parameter.form.local(view)
-            if converted:
-                parameter.unsharded = self._make_unsharded(i, parameter.form)
-                parameter.sharded_grad = None
+        if converted:
+            with buffer.present():
+                for i in members:
+                    parameter = self.parameters[i]
+                    parameter.unsharded = self._make_unsharded(i, parameter.form)
+                    parameter.sharded_grad = None
         return converted
 
     def unshard(self) -> None:

@@ -30,7 +30,8 @@ Padding is zero in `shard` and `shard_grad` at rest. In the other two it is neve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -204,6 +205,11 @@ class DistributedBuffer:
         low, high = self.local_ranges[index]
         return self.reduced()[low:high]
 
+    def holds(self, index: int) -> bool:
+        """Return whether this rank holds elements of tensor `index`."""
+        low, high = self.local_ranges[index]
+        return low < high
+
     def copy_from_full(self, index: int, full: Tensor) -> None:
         """Copy this rank's elements of a full tensor into the shard; none of a meta tensor."""
         low, high = self.local_ranges[index]
@@ -225,17 +231,21 @@ class DistributedBuffer:
         old.copy_(torch.where(new == old.to(new.dtype), old, new.to(old.dtype)))
 
     def unsharded_parameter(self, index: int, form: Callable[[Tensor], Tensor]) -> nn.Parameter:
-        """Return a parameter over the gathered buffer; `form` makes it of its flat elements."""
+        """Return a parameter over the gathered buffer, which is `present`; `form` makes it of its
+        flat elements."""
         offset, numel = self.plan.offsets[index], self.plan.tensors[index].numel
-        nbytes = self.unsharded.numel() * self.unsharded.element_size()
-        freed = self.unsharded.untyped_storage().size() == 0
-        if freed:  # a view needs its storage to exist
-            self.unsharded.untyped_storage().resize_(nbytes)
         view = form(self.unsharded[offset : offset + numel].data)
-        parameter = nn.Parameter(view, requires_grad=False)
+        return nn.Parameter(view, requires_grad=False)
+
+    @contextmanager
+    def present(self) -> Iterator[None]:
+        """Have the storage of `unsharded` exist inside, which views of it need to be made."""
+        freed = self.unsharded.untyped_storage().size() == 0
+        if freed:
+            self.allocate()
+        yield
         if freed:
             self.free_unsharded()
-        return parameter
 
     def allocate(self) -> Tensor:
         """Give `unsharded` its memory."""

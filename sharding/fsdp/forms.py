@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Protocol
+from typing import Any, Protocol, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement
@@ -43,6 +43,9 @@ class Form(Protocol):
 
     def sharded(self, piece: Tensor) -> DTensor:
         """Return the tensor that users see, over this rank's piece."""
+
+    def parameter(self, piece: Tensor, requires_grad: bool) -> DTensor:
+        """Return the same as a parameter."""
 
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""
@@ -71,6 +74,13 @@ class RaggedForm:
     def sharded(self, piece: Tensor) -> RaggedDTensor:
         """Return the tensor that users see, over this rank's piece."""
         return RaggedDTensor.from_local(piece, self.mesh, self.placement, self.shape)
+
+    def parameter(self, piece: Tensor, requires_grad: bool) -> RaggedDTensor:
+        """Return the same as a parameter."""
+        # As nn.Parameter marks those of other classes, on a detached one: this is new.
+        parameter: Any = self.sharded(piece).requires_grad_(requires_grad)
+        parameter._is_param = True
+        return cast(RaggedDTensor, parameter)
 
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""
@@ -123,6 +133,10 @@ class TorchForm:
     def sharded(self, piece: Tensor) -> DTensor:
         """Return the tensor that users see, over this rank's piece."""
         return _dtensor(self.local(piece), self.mesh, self.placements, self.shape)
+
+    def parameter(self, piece: Tensor, requires_grad: bool) -> DTensor:
+        """Return the same as a parameter."""
+        return cast(DTensor, nn.Parameter(self.sharded(piece), requires_grad=requires_grad))
 
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""

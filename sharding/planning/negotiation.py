@@ -111,6 +111,9 @@ class BucketPlan:
 
     def owned_numel_of(self, i: int) -> int:
         """Return elements of the units of `params[i]` that are not resident."""
+        which, index = self.location[i]
+        if self.segments[which].is_whole(index):  # as most are: at most a tensor is cut a rank
+            return 0
         units = self.params[i].step_units
         verdicts = self.unit_verdicts(i)
         return sum(u.numel for u, resident in zip(units, verdicts, strict=True) if not resident)
@@ -206,19 +209,26 @@ def negotiate(
             f"bucket {name!r} has several parameters named {', '.join(map(repr, repeated))}. "
             "Give each parameter once, under one name."
         )
+    plan = _negotiated(params, world_size, resident_padding, segment_gain)
+    return replace(plan, name=name)
+
+
+@lru_cache(maxsize=64)
+def _negotiated(
+    params: tuple[ParamSpec, ...], world_size: int, resident_padding: float, segment_gain: float
+) -> BucketPlan:
+    """Return the plan of a bucket without a name: equal layers are negotiated once."""
     if any(param.chunk is not None for param in params):
-        rest = [param for param in params if param.chunk is None]
-        planned = negotiate(
-            name, rest, world_size, resident_padding=resident_padding, segment_gain=segment_gain
-        )
+        rest = tuple(param for param in params if param.chunk is None)
+        planned = _negotiated(rest, world_size, resident_padding, segment_gain)
         return _with_given_cuts(planned, params, world_size)
     stored = tuple(stored_granule(param) for param in params)
     raised = tuple(map(_raised_granule, params, stored))
-    # Names are left out, so that equal layers are negotiated once.
+    # Names are left out, so that layers whose parameters have others are laid out once, too.
     unnamed = tuple(replace(param, fqn=str(i)) for i, param in enumerate(params))
     layout = _Placing(world_size, segment_gain)
     granules = _choose_granules(unnamed, stored, raised, layout, resident_padding)
-    return layout.plan(name, params, granules)
+    return layout.plan("", params, granules)
 
 
 def _with_given_cuts(

@@ -7,6 +7,7 @@ See [Note: waves] in waves.py and [Note: turns] in turns.py.
 """
 
 import heapq
+from bisect import insort
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
@@ -245,15 +246,17 @@ def _even_out(units: tuple[HeldUnit, ...], owners: list[int], loads: list[int], 
     A unit moves, or is swapped for a shorter one. Longest first leaves gaps where the short units
     lie whole on a rank and were not free to fill them.
     """
-    kinds: dict[int, dict[int, int]] = {}  # rank -> cost -> a unit of it that may move
+    held: list[list[int]] = []  # by rank, the units of it that may move, ascending
+    kinds: dict[int, dict[int, int]] = {}  # rank -> cost -> one of these
     for _ in range(min(2 * len(loads), _MOST_SWAPS)):
         busiest = max(range(len(loads)), key=lambda r: (loads[r], r))
         idlest = min(range(len(loads)), key=lambda r: (loads[r], r))
         gap = loads[busiest] - loads[idlest]
         if loads[busiest] <= limit:
             return
+        held = held or _movable(units, owners, len(loads))
         for rank in {busiest, idlest} - kinds.keys():
-            kinds[rank] = _movable(units, owners, rank)
+            kinds[rank] = _one_of_each_cost(units, held[rank])
         swaps = [
             (abs(2 * (long - short) - gap), long, short)
             for long in kinds[busiest]
@@ -263,24 +266,35 @@ def _even_out(units: tuple[HeldUnit, ...], owners: list[int], loads: list[int], 
         if not swaps:
             return
         _, long, short = min(swaps)
-        owners[kinds.pop(busiest)[long]] = idlest
-        back = kinds.pop(idlest).get(short)
-        if back is not None:
-            owners[back] = busiest
+        moves = [(kinds[busiest][long], busiest, idlest)]
+        if short:
+            moves.append((kinds[idlest][short], idlest, busiest))
+        for unit, origin, target in moves:
+            owners[unit] = target
+            held[origin].remove(unit)
+            insort(held[target], unit)
+        del kinds[busiest], kinds[idlest]
         loads[busiest] -= long - short
         loads[idlest] += long - short
 
 
-def _movable(units: tuple[HeldUnit, ...], owners: list[int], rank: int) -> dict[int, int]:
-    """Return a unit of each cost that `rank` owns and another might, rather one that moves."""
-    movable: dict[int, int] = {}
-    for i, (unit, owner) in enumerate(zip(units, owners, strict=True)):
-        free = unit.owner is None and (not unit.is_resident or _worth_moving(unit))
-        if owner == rank and unit.cost > 0 and free:
-            known = movable.get(unit.cost)
-            if known is None or units[known].is_resident > unit.is_resident:
-                movable[unit.cost] = i
+def _movable(units: tuple[HeldUnit, ...], owners: list[int], ranks: int) -> list[list[int]]:
+    """Return, by rank, the units that it owns and another might."""
+    movable: list[list[int]] = [[] for _ in range(ranks)]
+    for i, unit in enumerate(units):
+        if unit.owner is None and unit.cost > 0 and (not unit.is_resident or _worth_moving(unit)):
+            movable[owners[i]].append(i)
     return movable
+
+
+def _one_of_each_cost(units: tuple[HeldUnit, ...], held: list[int]) -> dict[int, int]:
+    """Return a unit of each cost, rather one that moves."""
+    found: dict[int, int] = {}
+    for i in held:
+        known = found.get(units[i].cost)
+        if known is None or units[known].is_resident > units[i].is_resident:
+            found[units[i].cost] = i
+    return found
 
 
 def _worth_moving(unit: HeldUnit) -> bool:

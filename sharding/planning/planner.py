@@ -92,6 +92,11 @@ class SegmentPlan:
         """`padding` as a fraction of the tensors' elements (0 when there are none)."""
         return self.padding / self.numel if self.numel else 0.0
 
+    def is_whole(self, i: int) -> bool:
+        """Return whether one rank holds all of tensor i."""
+        offset, last = self.offsets[i], self.offsets[i] + max(0, self.tensors[i].numel - 1)
+        return offset // self.shard_numel == last // self.shard_numel
+
     def ranges(
         self, i: int, start: int = 0, stop: int | None = None
     ) -> tuple[tuple[int, int, int], ...]:

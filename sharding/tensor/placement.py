@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import groupby
 from math import prod
 from typing import overload
@@ -61,6 +62,7 @@ class RaggedShard(Placement):
         self._set(tuple(dims), runs, unit_numel)
 
     @classmethod
+    @lru_cache(maxsize=4096)  # of equal layers, equal parameters share one
     def from_range(
         cls,
         ndim: int,

@@ -31,6 +31,7 @@ from sharding.tensor.moves import Tiling, chunks, exchange, gather
 from sharding.tensor.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.tensor.random_ops import RANDOM_OPS
 from sharding.tensor.reductions import REDUCTIONS
+from sharding.tensor.specs import shared_spec
 from sharding.transport.axes import placements_on, shard_rank, shard_size
 
 # [Note: full state dicts of torch]
@@ -104,24 +105,16 @@ class RaggedDTensor(GradientHooks):
             ValueError: The placement does not fit shape or mesh, or `local` is not the piece that
                 this rank holds.
         """
-        if mesh.ndim not in (1, 2) or shard_size(mesh) != placement.world_size:
+        spec, numel = shared_spec(id(mesh), mesh, placement, tuple(shape), local.dtype)
+        if local.shape != (numel,) or not local.is_contiguous() or local.requires_grad:
             raise ValueError(
-                f"expected a 1-D mesh of {placement.world_size} ranks, or a 2-D mesh with as many "
-                f"in its last dim, for {placement!r}, got {mesh!r}"
-            )
-        placement.check_shape(shape)
-        rank = shard_rank(mesh)
-        start, stop = placement.bounds(rank, prod(shape))
-        if local.shape != (stop - start,) or not local.is_contiguous() or local.requires_grad:
-            raise ValueError(
-                f"expected a contiguous tensor of {stop - start} elements that does not require "
-                f"grad as the piece of rank {rank} of {placement!r}, got shape "
+                f"expected a contiguous tensor of {numel} elements that does not require grad as "
+                f"the piece of rank {shard_rank(mesh)} of {placement!r}, got shape "
                 f"{tuple(local.shape)}, strides {local.stride()}, {local.requires_grad=}"
             )
-        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-        meta = TensorMeta(torch.Size(shape), strides, local.dtype)
-        spec = DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta)
-        return RaggedDTensor(local, spec, requires_grad=requires_grad)
+        # DTensor.__init__ does nothing but costs as much as __new__.
+        made = RaggedDTensor.__new__(RaggedDTensor, local, spec, requires_grad=requires_grad)
+        return cast(RaggedDTensor, made)
 
     def over(self, local: Tensor) -> RaggedDTensor:
         """Return another tensor that is laid out as this one, as a parameter's states are.

@@ -196,23 +196,10 @@ class ParamShard:
             ranks = Ranks.of_mesh(mesh)
         except NotImplementedError as error:
             raise NotImplementedError(f"{fqn}: {error}") from None
-        cut = [
-            axis
-            for axis, placement in enumerate(placements)
-            if not placement.is_replicate() and mesh.size(axis) > 1
-        ]
-        tiling = _tiling(param, [(placements[axis], mesh.size(axis)) for axis in cut])
-        adjacent = cut == list(range(cut[0], cut[-1] + 1)) if cut else True
-        if tiling is None or not adjacent:
+        tiles = _tiles(placements, mesh.shape, tuple(coordinate), param.shape)
+        if tiles is None:
             return ParamShard(param, ranks, None, None, None, ())
-        all_bounds, runs = tiling
-        shards = prod(mesh.size(axis) for axis in cut)
-        inner = range(cut[-1] + 1, mesh.ndim) if cut else range(0)
-        grid = Grid(shards, mesh.size() // shards, prod(mesh.size(axis) for axis in inner))
-        shard = 0
-        for axis in cut:
-            shard = shard * mesh.size(axis) + coordinate[axis]
-        start, stop = all_bounds[shard]
+        grid, all_bounds, (start, stop), runs = tiles
         if param._local_tensor.numel() != stop - start:
             raise NotImplementedError(
                 f"{fqn}: expected {stop - start} elements on this rank for placements "
@@ -365,28 +352,62 @@ def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
     return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
 
 
+@lru_cache(maxsize=4096)
+def _tiles(
+    placements: tuple[Placement, ...],
+    sizes: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    shape: torch.Size,
+) -> tuple[Grid, Sequence[Range], Range, PieceRuns] | None:
+    """Return grid, all bounds, own bounds and runs of a `ParamShard`; None where shards are no
+    ranges. Parameters that are cut alike share them.
+
+    Args:
+        placements: of a parameter, by axis of its mesh.
+        sizes: of those axes.
+        coordinate: of this rank in the mesh.
+        shape: of the parameter.
+    """
+    cut = [
+        axis
+        for axis, placement in enumerate(placements)
+        if not placement.is_replicate() and sizes[axis] > 1
+    ]
+    tiling = _tiling(shape, [(placements[axis], sizes[axis]) for axis in cut])
+    if tiling is None or (cut and cut != list(range(cut[0], cut[-1] + 1))):
+        return None
+    all_bounds, runs = tiling
+    shards = prod(sizes[axis] for axis in cut)
+    inner = sizes[cut[-1] + 1 :] if cut else ()
+    grid = Grid(shards, prod(sizes) // shards, prod(inner))
+    shard = 0
+    for axis in cut:
+        shard = shard * sizes[axis] + coordinate[axis]
+    return grid, all_bounds, all_bounds[shard], runs
+
+
 def _tiling(
-    param: DTensor, cuts: Sequence[tuple[Placement, int]]
+    shape: torch.Size, cuts: Sequence[tuple[Placement, int]]
 ) -> tuple[Sequence[Range], PieceRuns] | None:
     """Return every shard's range of the flattened parameter and the runs of their sizes; None
     where shards are no ranges.
 
     Args:
-        param: the parameter.
+        shape: of the parameter.
         cuts: (placement, size) of the axes of its mesh that cut it, in the order of the mesh.
     """
     if not cuts:
-        return [(0, param.numel())], ((param.numel(), 1),)
+        return [(0, prod(shape))], ((prod(shape), 1),)
     first = cuts[0][0]
     if isinstance(first, RaggedShard) and len(cuts) == 1:
-        return first.ranges(param.numel()), first.piece_runs
+        return first.ranges(prod(shape)), first.piece_runs
     if not isinstance(first, Shard) or any(placement != first for placement, _ in cuts):
         return None
-    dim = first.dim % param.dim()
-    if type(first) is not Shard or prod(param.shape[:dim]) != 1:
+    dim = first.dim % len(shape)
+    if type(first) is not Shard or prod(shape[:dim]) != 1:
         return None
-    row_numel = prod(param.shape[dim + 1 :])
-    return _row_ranges(param.shape[dim], row_numel, tuple(size for _, size in cuts))
+    row_numel = prod(shape[dim + 1 :])
+    return _row_ranges(shape[dim], row_numel, tuple(size for _, size in cuts))
 
 
 @lru_cache(maxsize=1024)

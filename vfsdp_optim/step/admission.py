@@ -6,10 +6,12 @@ no rule is asked about it before it trains.
 """
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
 
+from sharding.planning.structure import Blocks, Demand, Elementwise, Structure
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
 from vfsdp_optim.parameters.given import check_not_gathered, named
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
@@ -75,3 +77,19 @@ def check_update(
         wire = algorithm.wire_dtype(group, param.device)
         check_exchange(shard, fqn, structure, wire, max_exchange_bytes)
     return shard
+
+
+@lru_cache(maxsize=1024)
+def demands_of(structure: Structure, by: str, *, trains: bool) -> tuple[Demand, ...]:
+    """Return what state and step need of a parameter; equal parameters share it.
+
+    Args:
+        structure: that its algorithm declares.
+        by: names the optimizer.
+        trains: whether it has state.
+    """
+    blocks = Demand(Blocks(256), "stored", by)
+    if structure == Elementwise() or not trains:
+        return (blocks,)
+    # Blocks hold at rest: the element-wise part of a step works on what a rank holds.
+    return blocks, Demand(structure, "step" if structure.has_units else "stored", by)

@@ -1,0 +1,49 @@
+"""What RaggedDTensors that are cut alike share: torch's record of mesh, placements and shape.
+
+Touches nothing; reads meshes. A model has thousands of equal parameters, each with gradient and
+states: to make the record, and to check that it fits, costs several times the tensor around it.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from sharding.tensor.placement import RaggedShard
+from sharding.transport.axes import placements_on, shard_rank, shard_size
+
+
+@lru_cache(maxsize=4096)
+def shared_spec(
+    mesh_id: int,
+    mesh: DeviceMesh,
+    placement: RaggedShard,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+) -> tuple[DTensorSpec, int]:
+    """Return the spec of a tensor, and the elements of this rank's piece.
+
+    Args:
+        mesh_id: `id(mesh)`: of equal meshes, one may have groups that were destroyed.
+        mesh: 1-D, or 2-D (replicate, shard); its last dim has the placement's ranks.
+        placement: How the flattened tensor is cut.
+        shape: Of the full tensor.
+        dtype: Of the pieces.
+
+    Raises:
+        ValueError: The placement does not fit shape or mesh.
+    """
+    if mesh.ndim not in (1, 2) or shard_size(mesh) != placement.world_size:
+        raise ValueError(
+            f"expected a 1-D mesh of {placement.world_size} ranks, or a 2-D mesh with as many "
+            f"in its last dim, for {placement!r}, got {mesh!r}"
+        )
+    placement.check_shape(shape)
+    start, stop = placement.bounds(shard_rank(mesh), prod(shape))
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    meta = TensorMeta(torch.Size(shape), strides, dtype)
+    return DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta), stop - start
