@@ -6,6 +6,7 @@ Reads types and shapes only: works on meta, sharded and wrapped models, and touc
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from io import StringIO
 from math import prod
 from typing import Any
@@ -227,9 +228,16 @@ def _route(use: Use, chosen: dict[str, str | None], heads: set[str], matrices: s
     pattern = _known_pattern(name, module)
     if pattern is None:
         raise ValueError(_ambiguous(use, module))
-    if min((min(u.rows, u.cols) for u in FullMatrix.parse(pattern).units(shape)), default=1) == 1:
+    if _shortest_side(pattern, shape) == 1:
         return to("adamw", f"{type(module).__name__}, one channel a group")
     return to(matrices, type(module).__name__, pattern)
+
+
+@lru_cache(maxsize=1024)
+def _shortest_side(pattern: str, shape: tuple[int, ...]) -> int:
+    """Return the fewest rows or columns of a matrix; equal parameters ask once."""
+    units = FullMatrix.parse(pattern).units(shape)
+    return min((min(unit.rows, unit.cols) for unit in units), default=1)
 
 
 def _known_pattern(name: str, module: nn.Module) -> str | None:
