@@ -62,7 +62,7 @@ class RaggedShard(Placement):
         self._set(tuple(dims), runs, unit_numel)
 
     @classmethod
-    @lru_cache(maxsize=4096)  # of equal layers, equal parameters share one
+    @lru_cache(maxsize=1 << 14)  # of equal layers, equal parameters share one
     def from_range(
         cls,
         ndim: int,

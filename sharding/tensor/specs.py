@@ -17,7 +17,7 @@ from sharding.tensor.placement import RaggedShard
 from sharding.transport.axes import placements_on, shard_rank, shard_size
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def shared_spec(
     mesh_id: int,
     mesh: DeviceMesh,

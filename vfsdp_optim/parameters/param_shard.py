@@ -352,7 +352,7 @@ def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
     return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=1 << 14)
 def _tiles(
     placements: tuple[Placement, ...],
     sizes: tuple[int, ...],

@@ -124,8 +124,8 @@ def make_working_set(
     counting = [algorithms[group["algorithm"]].counts_steps(group) for group in of_members]
     steps = torch.zeros(len(members), dtype=torch.float32, device="cpu")
     made: dict[Tensor, dict[str, Any]] = {}
-    for member in members:
-        counts = {"step": steps[member.number]} if counting[member.number] else {}
+    for member, step in zip(members, steps.unbind(), strict=True):
+        counts = {"step": step} if counting[member.number] else {}
         member.count = counts.get("step")
         old = standing(states, member.param, member.fqn)
         if old:
