@@ -162,3 +162,32 @@ def test_fused_with_states_that_torchs_kernel_cannot_keep_is_refused_by_name(opt
     (tensor,) = full_tensors([(64, 64)], 0)
     with pytest.raises(NotImplementedError, match=f"param group 0: fused=True with {fact}"):
         AdamW([("w", nn.Parameter(tensor.bfloat16()))], fused=True, **options)
+
+
+# What the host does alone.
+VIEWS = "view as_strided split slice unsqueeze detach empty to resolve_conj resolve_neg".split()
+
+
+def kernels_of_8bit_steps() -> list[int]:
+    """Return how many kernels a step takes for one matrix, and for three in one buffer."""
+    found = []
+    for count in (1, 3):
+        model = fully_shard(Dotted([(64, 64)] * count))
+        optimizer = AdamW(model.named_parameters(), states="8bit")
+        model(full_tensors([(64, 64)] * count, 0)).backward()
+        optimizer.step()
+        with profile(activities=[ProfilerActivity.CPU]) as profiler:
+            optimizer.step()
+        parents = [event.cpu_parent for event in profiler.events()]
+        events = [
+            event.name.removeprefix("aten::")
+            for event, parent in zip(profiler.events(), parents, strict=True)
+            if parent is not None and parent.name.startswith("Optimizer.step")
+        ]
+        found.append(sum(name not in VIEWS for name in events))
+    return found
+
+
+def test_step_with_8bit_states_is_as_many_kernels_for_one_matrix_as_for_its_neighbours_too():
+    # 6 decode two moments, 8 update, 19 encode, 1 counts the step: each is a launch on a device.
+    assert run_ranks(kernels_of_8bit_steps, 1) == [[34, 34]]
