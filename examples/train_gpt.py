@@ -30,10 +30,10 @@ import argparse
 import json
 import math
 import os
-import shutil
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,12 @@ import torch.nn.functional as F
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.run import main as torchrun
 from tqdm import tqdm
 
 from gpt import GPT, GPTConfig, generate
-from sharding import checkpoint
+from gpt_run import REPORT, Run, check, prepare
 from stdlib_corpus import ByteModel, read_corpus, spread_windows, training_batch
 from vfsdp_optim import (
     SOAP,
@@ -67,7 +68,6 @@ SIZES = {
 SEQUENCES = 24  # of a batch, at least one a rank; however many ranks share it, it is the same batch
 HELD_OUT_BATCHES = 40  # of SEQUENCES windows each
 REPORT_EVERY = 10  # steps; reading a loss makes the host wait for the device
-SETTINGS, REPORT = "settings.json", "report.json"  # beside the checkpoints
 PROMPT = b"import os\n\n\ndef "
 
 LEARNING_RATES = {"muon": 0.02, "adamw": 0.016, "shampoo": 0.016, "soap": 0.004}
@@ -141,95 +141,6 @@ def settings(args: argparse.Namespace) -> dict[str, str | int]:
     return {name: getattr(args, name) for name in ("size", "optimizer", "states", "seed")}
 
 
-# -- checkpoints -----------------------------------------------------------------------------------
-
-
-@dataclass(slots=True)
-class Run:
-    """All that a training run remembers. Data and learning rates are functions of the step.
-
-    Attributes:
-        model: Sharded.
-        optimizer: Of that model.
-        losses: 0-d, of every step taken so far.
-    """
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    losses: list[Tensor] = field(default_factory=list)
-
-    @property
-    def step(self) -> int:
-        """How many steps are done."""
-        return len(self.losses)
-
-    def save(self, directory: Path) -> checkpoint.Saving:
-        """Saves this step, in the background. Every rank calls it."""
-        losses = [loss.item() for loss in self.losses]
-        return checkpoint.save(
-            directory,
-            self.step,
-            model=self.model,
-            optimizer=self.optimizer,
-            extra={"losses": losses},
-            asynchronous=True,
-        )
-
-    def load(self, directory: Path) -> None:
-        """Continues from the last checkpoint. Every rank calls it."""
-        extra = {"losses": None}
-        checkpoint.load(directory, model=self.model, optimizer=self.optimizer, extra=extra)
-        self.losses = list(torch.tensor(extra["losses"]))
-
-
-def check(directory: Path, settings: dict[str, str | int], resume: str | None) -> None:
-    """Refuses to resume from nothing or from another run, and to lose an unfinished one.
-
-    Args:
-        directory: Holds the checkpoints of one run.
-        settings: Options that a resumed run shares with the saved one.
-        resume: "yes", "auto" or None; see --resume.
-
-    Raises:
-        FileExistsError: Starting over would delete checkpoints of an unfinished run.
-        FileNotFoundError: There is no checkpoint to resume from.
-        ValueError: The checkpoints are of a run with other settings.
-    """
-    found = checkpoint.latest(directory)
-    if resume is None:
-        if found is not None and not (directory / REPORT).exists():
-            raise FileExistsError(
-                f"expected no unfinished run in {str(directory)!r}, found step {found}: "
-                "go on with --resume, or choose another --checkpoint"
-            )
-    elif found is None and resume == "yes":
-        raise FileNotFoundError(
-            f"expected a checkpoint to resume from in {str(directory)!r}, found none that is "
-            "whole: start a run without --resume"
-        )
-    elif found is not None:
-        saved = json.loads((directory / SETTINGS).read_text())
-        for name, value in settings.items():
-            if saved[name] != value:
-                raise ValueError(
-                    f"expected --{name} {saved[name]}, as in {str(directory)!r}, got {value!r}: "
-                    "resume with the same, or choose another --checkpoint"
-                )
-
-
-def prepare(directory: Path, settings: dict[str, str | int], *, resumed: bool) -> None:
-    """Leaves in the directory what the run goes on from, and its settings. Rank 0 calls it."""
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / REPORT).unlink(missing_ok=True)  # what was finished goes on
-    if not resumed:
-        for path in sorted(directory.glob("step-*"), reverse=True):  # each after its .part
-            # Under this name it is nothing to resume from, should a kill come here.
-            shutil.rmtree(path if path.suffix else path.rename(f"{path}.part"))
-    part = directory / f"{SETTINGS}.part"
-    part.write_text(json.dumps(settings))
-    part.replace(directory / SETTINGS)
-
-
 # -- ranks -----------------------------------------------------------------------------------------
 
 
@@ -265,7 +176,7 @@ def join_ranks(requested: int | None) -> World:
         )
     if not torch.cuda.is_available():
         torch.set_num_threads(max(1, cores() // local_size))
-        dist.init_process_group("gloo")
+        dist.init_process_group("gloo", **meeting_point())
         return World(rank, size, torch.device("cpu"))
     if local_size > torch.cuda.device_count():
         raise RuntimeError(
@@ -274,8 +185,17 @@ def join_ranks(requested: int | None) -> World:
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
+    dist.init_process_group("nccl", device_id=device, **meeting_point())
     return World(rank, size, device)
+
+
+def meeting_point() -> dict[str, Any]:
+    """Returns where ranks meet: after a restart, not where ranks of before left their addresses."""
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # pytorch#135712
+    if restarts == "0":
+        return {}
+    store, rank, size = next(rendezvous("env://"))
+    return dict(store=dist.PrefixStore(restarts, store), rank=rank, world_size=size)
 
 
 # -- training --------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from as_script import EXAMPLES, run_script
 from sharding import checkpoint
 
 sys.path.append(str(EXAMPLES))
-from train_gpt import check, prepare
+from gpt_run import check, prepare
 
 TINY = ["--size", "tiny", "--steps", "10", "--save-every", "5"]
 SETTINGS = {"size": "tiny", "optimizer": "muon", "seed": 0}
