@@ -118,8 +118,9 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("fake", rank=0, world_size=RANKS, store=FakeStore())
-    count, seconds, cpu = set_up(args.layers, args.experts)
+    # First: a step looks at the buckets of all models that are alive.
     check, torch_step, few, foreach = per_step(2000, rounds=20)
+    count, seconds, cpu = set_up(args.layers, args.experts)
     dist.destroy_process_group()
     table = Table("", "seconds", title=f"{count:,} parameters on {RANKS} ranks")
     for what, each in seconds.items():
