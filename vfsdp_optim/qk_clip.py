@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.transport.debug import announce
+from sharding.transport.debug import announce, enabled
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 
 # Rows start:stop of a weight, the head whose factor they get, and the power of it.
@@ -206,8 +206,9 @@ def _largest(items: Sequence[tuple[QKHeads, Tensor]], shards: Iterable[ParamShar
     packed = packed.nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
     for ranks in dict.fromkeys(shard.ranks for shard in shards):
         if ranks is not None and ranks.size > 1:
-            heads = "".join(f"\n{heads!r}" for heads, _ in items)
-            announce(f"qk_clip of {len(items)} attentions{heads}", [ranks.group()])
+            if enabled():
+                heads = "".join(f"\n{heads!r}" for heads, _ in items)
+                announce(f"qk_clip of {len(items)} attentions{heads}", [ranks.group()])
             dist.all_reduce(packed, dist.ReduceOp.MAX, group=ranks.group())
     return list(packed.split([heads.heads for heads, _ in items]))
 

@@ -23,7 +23,7 @@ from sharding.transport.agreement import check_same_on_all_ranks
 
 
 def enabled() -> bool:
-    """Return whether the environment asks for the checks; read where `fully_shard` is called."""
+    """Return whether the environment asks for the checks; buckets ask when they are made."""
     return os.environ.get("VFSDP_DEBUG", "0") not in ("", "0")
 
 
