@@ -10,9 +10,9 @@ Pairwise (gloo up to 16 ranks): every pair of ranks exchanges slots straight fro
 buffers, and sums are taken in rank order in fp32. Over TCP that is about three times faster than
 gloo's all-gather and emulated reduce-scatter, and the sum of an element does not depend on where it
 lies in the buffer. An all-reduce is a gather, and the sum on every rank. Reductions are one
-all-to-all: gloo runs it on a thread of its own, while send and recv copy in the thread that posts
-them. Gathers are sends and receives (an all-to-all would need the slot once for each peer), matched
-by a tag. Each is announced before: see [Note: heralds] in heralds.py.
+all-to-all, which gloo runs on a thread of its own. Gathers are sends and receives (an all-to-all
+would need the slot once for each peer), matched by a tag and posted by a thread: see posting.py.
+Each is announced before: see [Note: heralds] in heralds.py.
 
 The segments of a bucket are gathered by one call: natively coalesced into one launch, pairwise with
 the messages of all segments in flight together. Their gradients share one buffer to begin with.
@@ -26,6 +26,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -34,6 +35,7 @@ from torch import Tensor
 
 from sharding.transport.backends import backend_of
 from sharding.transport.heralds import Herald, Heralds
+from sharding.transport.posting import Works, post
 
 PAIRWISE_MAX_RANKS = 16
 
@@ -171,18 +173,20 @@ class Transport:
         if not self.pairwise:
             return Pending(self._native_all_gather(buffers, slots), buffers)
         herald = self._announced(event)
+        return Pending([post(partial(self._exchange, slots, tag))], buffers, herald)
+
+    def _exchange(self, slots: Sequence[Tensor], tag: int) -> Works:
+        """Send this rank's slots to all others and receive theirs."""
         works = []
         for distance in range(1, self.world_size):
             source = (self.rank - distance) % self.world_size
             target = (self.rank + distance) % self.world_size
             for each in slots:  # of one tag: matched in the order of the segments
-                works += _posted(
-                    dist.irecv(each[source], group=self.group, group_src=source, tag=tag)
-                )
-                works += _posted(
+                works.append(dist.irecv(each[source], group=self.group, group_src=source, tag=tag))
+                works.append(
                     dist.isend(each[self.rank], group=self.group, group_dst=target, tag=tag)
                 )
-        return Pending(works, buffers, herald)
+        return works
 
     def _native_all_gather(
         self, buffers: Sequence[Tensor], slots: Sequence[Tensor]

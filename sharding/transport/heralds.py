@@ -15,10 +15,13 @@ one step later; see [Note: proofs in reductions] in fsdp/proofs.py.
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sharding.transport.posting import Posted, Works, post
 
 NBYTES = 128  # of a message; longer names are cut at their front
 
@@ -26,15 +29,13 @@ NBYTES = 128  # of a message; longer names are cut at their front
 class Herald:
     """What this rank and its peers announced for one collective."""
 
-    __slots__ = ("_heralds", "_own", "_received", "_works")
+    __slots__ = ("_heralds", "_own", "_posted", "_received")
 
-    def __init__(
-        self, heralds: Heralds, own: Tensor, received: Tensor, works: list[dist.Work | None]
-    ) -> None:
+    def __init__(self, heralds: Heralds, own: Tensor, received: Tensor, posted: Posted) -> None:
         self._heralds = heralds
         self._own = own
         self._received = received
-        self._works = works
+        self._posted = posted
 
     @property
     def is_void(self) -> bool:
@@ -48,9 +49,7 @@ class Herald:
             RuntimeError: A peer is gone, or said nothing until the timeout.
         """
         if self._heralds.difference is None:
-            for work in self._works:
-                if work is not None:
-                    work.wait()
+            self._posted.wait()
             if not torch.equal(self._received, self._own.expand_as(self._received)):
                 self._heralds.difference = self._describe()
         return self._heralds.difference
@@ -106,14 +105,19 @@ class Heralds:
         own = self._messages.get(event)
         if own is None:
             own = self._messages[event] = _message(event)
-        received, works, group = own.repeat(self._world_size, 1), [], self.group
+        received = own.repeat(self._world_size, 1)
+        posted = post(partial(self._exchange, own, received, self.group))
+        return Herald(self, own, received, posted)
+
+    def _exchange(self, own: Tensor, received: Tensor, group: dist.ProcessGroup) -> Works:
+        works: Works = []
         for distance in range(1, self._world_size):
             source = (self._rank - distance) % self._world_size
             target = (self._rank + distance) % self._world_size
             row = received[source]
             works.append(dist.irecv(row, group=group, group_src=source, tag=self._tag))
             works.append(dist.isend(own, group=group, group_dst=target, tag=self._tag))
-        return Herald(self, own, received, works)
+        return works
 
 
 def _message(event: str) -> Tensor:

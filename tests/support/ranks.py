@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from hypothesis import settings
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from sharding.transport.collectives import Transport
@@ -75,7 +76,9 @@ def unannounced() -> Iterator[None]:
 def collectives(function: Callable[[], Any]) -> list[str]:
     """Names of the process group's calls, in order, without what announces them. Sizes of uneven
     exchanges differ by rank."""
-    with unannounced(), profile(activities=[ProfilerActivity.CPU]) as profiler:
+    threads = _ExperimentalConfig(profile_all_threads=True)  # sends have one of their own
+    cpu = [ProfilerActivity.CPU]
+    with unannounced(), profile(activities=cpu, experimental_config=threads) as profiler:
         function()
     events = [e for e in profiler.events() if e.name.startswith("c10d::")]
     return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
