@@ -74,11 +74,12 @@ def unannounced() -> Iterator[None]:
 
 
 def collectives(function: Callable[[], Any]) -> list[str]:
-    """Names of the process group's calls, in order, without what announces them. Sizes of uneven
-    exchanges differ by rank."""
+    """Names of the process group's calls, without what announces them: first those in whose order
+    ranks must agree, then the messages with a tag. Sizes of uneven exchanges differ by rank."""
     threads = _ExperimentalConfig(profile_all_threads=True)  # sends have one of their own
     cpu = [ProfilerActivity.CPU]
     with unannounced(), profile(activities=cpu, experimental_config=threads) as profiler:
         function()
     events = [e for e in profiler.events() if e.name.startswith("c10d::")]
-    return [e.name for e in sorted(events, key=lambda e: e.time_range.start)]
+    tagged = ("c10d::send", "c10d::recv_")
+    return [e.name for e in sorted(events, key=lambda e: (e.name in tagged, e.time_range.start))]
