@@ -26,7 +26,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -35,7 +34,7 @@ from torch import Tensor
 
 from sharding.transport.backends import backend_of
 from sharding.transport.heralds import Herald, Heralds
-from sharding.transport.posting import Works, post
+from sharding.transport.posting import post_gather
 
 PAIRWISE_MAX_RANKS = 16
 
@@ -173,20 +172,7 @@ class Transport:
         if not self.pairwise:
             return Pending(self._native_all_gather(buffers, slots), buffers)
         herald = self._announced(event)
-        return Pending([post(partial(self._exchange, slots, tag))], buffers, herald)
-
-    def _exchange(self, slots: Sequence[Tensor], tag: int) -> Works:
-        """Send this rank's slots to all others and receive theirs."""
-        works = []
-        for distance in range(1, self.world_size):
-            source = (self.rank - distance) % self.world_size
-            target = (self.rank + distance) % self.world_size
-            for each in slots:  # of one tag: matched in the order of the segments
-                works.append(dist.irecv(each[source], group=self.group, group_src=source, tag=tag))
-                works.append(
-                    dist.isend(each[self.rank], group=self.group, group_dst=target, tag=tag)
-                )
-        return works
+        return Pending([post_gather(slots, self.group, self.rank, tag)], buffers, herald)
 
     def _native_all_gather(
         self, buffers: Sequence[Tensor], slots: Sequence[Tensor]

@@ -15,13 +15,12 @@ one step later; see [Note: proofs in reductions] in fsdp/proofs.py.
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from sharding.transport.posting import Posted, Works, post
+from sharding.transport.posting import Posted, post_gather
 
 NBYTES = 128  # of a message; longer names are cut at their front
 
@@ -106,18 +105,8 @@ class Heralds:
         if own is None:
             own = self._messages[event] = _message(event)
         received = own.repeat(self._world_size, 1)
-        posted = post(partial(self._exchange, own, received, self.group))
+        posted = post_gather([received], self.group, self._rank, self._tag)
         return Herald(self, own, received, posted)
-
-    def _exchange(self, own: Tensor, received: Tensor, group: dist.ProcessGroup) -> Works:
-        works: Works = []
-        for distance in range(1, self._world_size):
-            source = (self._rank - distance) % self._world_size
-            target = (self._rank + distance) % self._world_size
-            row = received[source]
-            works.append(dist.irecv(row, group=group, group_src=source, tag=self._tag))
-            works.append(dist.isend(own, group=group, group_dst=target, tag=self._tag))
-        return works
 
 
 def _message(event: str) -> Tensor:

@@ -10,13 +10,14 @@ see [Note: heralds] in heralds.py for why gathers need one.) These calls release
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cache
 
 import torch.distributed as dist
+from torch import Tensor
 
-Works = list[dist.Work | None]
+_Works = list[dist.Work | None]
 
 
 class Posted:
@@ -24,7 +25,7 @@ class Posted:
 
     __slots__ = ("_works",)
 
-    def __init__(self, works: Future[Works]) -> None:
+    def __init__(self, works: Future[_Works]) -> None:
         self._works = works
 
     def wait(self) -> None:
@@ -34,13 +35,29 @@ class Posted:
                 work.wait()
 
 
-def post(messages: Callable[[], Works]) -> Posted:
-    """Have `messages` called, which posts them; those of one process in the order of these calls.
+def post_gather(slots: Sequence[Tensor], group: dist.ProcessGroup, rank: int, tag: int) -> Posted:
+    """Have this rank's row of every tensor sent to all others, and theirs received into theirs.
+
+    What one process posts leaves in the order of these calls.
 
     Args:
-        messages: Returns what is to be waited for. Whose memory is not to be touched until then.
+        slots: (ranks of the group, n) each, of any n and dtype. Not to be touched until the wait.
+        group: The ranks.
+        rank: This one's, in the group.
+        tag: Of all messages; those of several tensors are matched in their order.
     """
-    return Posted(_thread().submit(messages))
+    return Posted(_thread().submit(_exchange, slots, group, rank, tag))
+
+
+def _exchange(slots: Sequence[Tensor], group: dist.ProcessGroup, rank: int, tag: int) -> _Works:
+    works: _Works = []
+    world_size = len(slots[0])
+    for distance in range(1, world_size):
+        source, target = (rank - distance) % world_size, (rank + distance) % world_size
+        for each in slots:
+            works.append(dist.irecv(each[source], group=group, group_src=source, tag=tag))
+            works.append(dist.isend(each[rank], group=group, group_dst=target, tag=tag))
+    return works
 
 
 @cache
