@@ -20,7 +20,8 @@ ORDER = {
         "axes backends posting heralds collectives agreement debug gradient_marks exchange"
     ).split(),
     "sharding.tensor": (
-        "placement moves gradient_hooks local_ops random_ops reductions specs ragged_tensor"
+        "placement moves gradient_hooks local_ops permuted random_ops reductions specs "
+        "ragged_tensor"
     ).split(),
     "sharding.checkpoint": (
         "names matching optimizer_checks load_checks step_folders safetensors_header dcp_metadata "

@@ -11,7 +11,8 @@ pieces, put together, is its result on the full tensor:
   other plain ones. While a backward runs, any plain tensor that broadcasts to the shape may: the
   ops above let nothing plain into a graph but scalars and the results of reductions, so it is one
   of these or a gradient of one, see [Note: gradients of reductions] in reductions.py;
-- views of the flattened tensor under another shape, and slices along the first dim, `x[i]`;
+- views of the flattened tensor under another shape, slices along the first dim, `x[i]`, and views
+  with the dims in another order (permuted.py);
 - reductions, each with its own collective, whose results are plain tensors that are the same on
   all ranks. Ranks whose piece is empty join the collective and contribute nothing;
 - random in-place ops, drawn for the full tensor: see [Note: random numbers] in random_ops.py.
@@ -57,7 +58,7 @@ def wrap(cls: type[DTensor], local: Tensor, spec: DTensorSpec) -> DTensor:
     return cls.__new__(cls, local, spec, requires_grad=False)
 
 
-def refusal(func: OpOverload, why: str) -> NotImplementedError:
+def refusal(func: object, why: str) -> NotImplementedError:
     """Return the error for an op that has no right answer here; names the op and what to call."""
     return NotImplementedError(f"{func}: {why}. {CURE}")
 
@@ -83,10 +84,22 @@ def _check_alike(func: OpOverload, x: DTensor, y: DTensor) -> None:
         )
 
 
+def placement_of(spec: DTensorSpec) -> RaggedShard:
+    """Return how the flattened tensor is cut."""
+    return cast(RaggedShard, spec.placements[-1])
+
+
+def check_row_major(func: object, x: DTensor) -> None:
+    """Raise if `x` is a transposed view: what lies side by side in it, its pieces hold apart."""
+    if not placement_of(x._spec).is_row_major:
+        raise refusal(
+            func, f"expected no transposed view, got {describe(x)}; turn it back, or turn the whole"
+        )
+
+
 def bounds_of(spec: DTensorSpec) -> tuple[int, int]:
     """Return this rank's range `(start, stop)` of the flattened tensor."""
-    placement = cast(RaggedShard, spec.placements[-1])
-    return placement.bounds(shard_rank(spec.mesh), math.prod(spec.shape))
+    return placement_of(spec).bounds(shard_rank(spec.mesh), math.prod(spec.shape))
 
 
 def own_range(spec: DTensorSpec, full: Tensor) -> Tensor:
@@ -94,12 +107,14 @@ def own_range(spec: DTensorSpec, full: Tensor) -> Tensor:
     start, stop = bounds_of(spec)
     if _repeats_one(full):
         return full[(0,) * full.dim()].expand(stop - start)
-    if full.shape == spec.shape and full.is_contiguous():
-        return full.view(-1)[start:stop]
     whole = full.expand(spec.shape)
+    if not placement_of(spec).is_row_major:
+        whole = whole.permute(placement_of(spec).dims)
+    if whole.is_contiguous():
+        return whole.view(-1)[start:stop]
     parts = [
         whole[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))]
-        for box in boxes(start, stop, spec.shape)
+        for box in boxes(start, stop, whole.shape)
     ]
     return torch.cat([part.reshape(-1) for part in parts]) if parts else full.new_empty(0)
 
@@ -193,6 +208,8 @@ def _like(
     memory_format = kwargs.get("memory_format")
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise refusal(func, f"expected a contiguous memory format, got {memory_format!r}")
+    if memory_format == torch.contiguous_format:
+        check_row_major(func, args[0])
     kept = {key: value for key, value in kwargs.items() if key != "memory_format"}
     return _elementwise(cls, func, args, kept)
 
@@ -224,8 +241,9 @@ def _view(
     local = x._local_tensor.detach()
     if shape == x.shape:
         return wrap(cls, local, x._spec)
+    check_row_major(func, x)
     mesh = x._spec.mesh
-    placement = cast(RaggedShard, x._spec.placements[-1]).flattening(len(shape))
+    placement = placement_of(x._spec).flattening(len(shape))
     strides = tuple(math.prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(shape, strides, local.dtype)
     return wrap(cls, local, DTensorSpec(mesh, placements_on(mesh, placement), tensor_meta=meta))
@@ -234,7 +252,7 @@ def _view(
 def _rows(x: DTensor, first: int, rows: int, shape: Sequence[int]) -> tuple[Tensor, DTensorSpec]:
     """Return `rows` slices along the first dim from the `first` on, as a tensor of `shape`;
     views."""
-    mesh, placement = x._spec.mesh, cast(RaggedShard, x._spec.placements[-1])
+    mesh, placement = x._spec.mesh, placement_of(x._spec)
     numel = math.prod(x.shape[1:])
     first, stop_at = first * numel, (first + rows) * numel
     kept = [
@@ -258,6 +276,7 @@ def _select(
     if x.dim() == 0 or dim not in (0, -x.dim()):
         raise refusal(func, f"expected an index of the first dim of {describe(x)}, got dim {dim}")
     rows, *shape = x.shape
+    check_row_major(func, x)
     if not -rows <= index < rows:
         raise IndexError(f"index {index} is out of range for {describe(x)}")
     return wrap(cls, *_rows(x, index % rows, 1, shape))
@@ -273,6 +292,7 @@ def _slice(
         raise refusal(
             func, f"expected a run of the first dim of {describe(x)}, got {dim=} and {step=}"
         )
+    check_row_major(func, x)
     first, end, _ = slice(start, stop).indices(x.shape[0])
     rows = max(end - first, 0)
     return wrap(cls, *_rows(x, first, rows, (rows, *x.shape[1:])))

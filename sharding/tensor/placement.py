@@ -58,8 +58,11 @@ class RaggedShard(Placement):
         """Check and encode the counts."""
         # The C++ base crashes the process on first use when its own __init__ was skipped.
         super().__init__()
+        dims = tuple(dims)
+        if dims != tuple(range(len(dims))):
+            raise ValueError(f"expected dims to be the leading ones, (0, 1, ...), got {dims!r}")
         runs = tuple((int(units), sum(1 for _ in ranks)) for units, ranks in groupby(local_units))
-        self._set(tuple(dims), runs, unit_numel)
+        self._set(dims, runs, unit_numel)
 
     @classmethod
     @lru_cache(maxsize=1 << 14)  # of equal layers, equal parameters share one
@@ -133,8 +136,8 @@ class RaggedShard(Placement):
                 merged.append((units, ranks))
         if not merged:
             raise ValueError("expected local_units of at least one rank, got none")
-        if dims != tuple(range(len(dims))):
-            raise ValueError(f"expected dims to be the leading ones, (0, 1, ...), got {dims!r}")
+        if sorted(dims) != list(range(len(dims))):
+            raise ValueError(f"expected dims to be the leading ones, in any order, got {dims!r}")
         if unit_numel < 1:
             raise ValueError(f"expected a positive unit_numel, got {unit_numel!r}")
         self._dims, self._runs, self._unit_numel = dims, tuple(merged), unit_numel
@@ -142,8 +145,14 @@ class RaggedShard(Placement):
 
     @property
     def dims(self) -> tuple[int, ...]:
-        """The leading dims that are flattened and cut."""
+        """The leading dims that are flattened and cut, the slowest first; of a transposed view in
+        another order."""
         return self._dims
+
+    @property
+    def is_row_major(self) -> bool:
+        """Whether the tensor is flattened in the order of its dims: not so a transposed view."""
+        return self._dims == tuple(range(len(self._dims)))
 
     @property
     def unit_numel(self) -> int:
@@ -190,6 +199,13 @@ class RaggedShard(Placement):
     def flattening(self, ndim: int) -> RaggedShard:
         """Return the same cuts of the same elements for a tensor of `ndim` dims, all flattened."""
         return RaggedShard._from_runs(tuple(range(ndim)), self._runs, self._unit_numel)
+
+    def permuted(self, order: Sequence[int]) -> RaggedShard:
+        """Return the same cuts of the same elements for `tensor.permute(order)`."""
+        dims = self._dims if not self.is_row_major else tuple(range(len(order)))
+        new_place = {old: new for new, old in enumerate(order)}
+        moved = tuple(new_place[dim] for dim in dims)
+        return RaggedShard._from_runs(moved, self._runs, self._unit_numel)
 
     def bounds(self, rank: int, numel: int) -> tuple[int, int]:
         """Return the flat element range `(start, stop)` that `rank` holds of a tensor of `numel`

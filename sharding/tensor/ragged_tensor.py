@@ -26,8 +26,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
 from sharding.tensor.gradient_hooks import GradientHooks
-from sharding.tensor.local_ops import LOCAL_OPS, refusal, wrap
+from sharding.tensor.local_ops import LOCAL_OPS, check_row_major, refusal, wrap
 from sharding.tensor.moves import Tiling, chunks, exchange, gather
+from sharding.tensor.permuted import PERMUTATIONS, unpermuted
 from sharding.tensor.placement import Box, RaggedShard, boxes, placement_from_runs
 from sharding.tensor.random_ops import RANDOM_OPS
 from sharding.tensor.reductions import REDUCTIONS
@@ -56,7 +57,7 @@ _NO_MEMORY = (
     "options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
 )
 
-_HANDLERS = {**LOCAL_OPS, **RANDOM_OPS, **REDUCTIONS}
+_HANDLERS = {**LOCAL_OPS, **PERMUTATIONS, **RANDOM_OPS, **REDUCTIONS}
 # The places of the arguments that an op writes.
 _WRITTEN = {
     func: places
@@ -214,7 +215,7 @@ class RaggedDTensor(GradientHooks):
             raise NotImplementedError(
                 f"expected grad_placements={replicated!r}, got {grad_placements!r}"
             )
-        return _Move.apply(self, None).view(self.shape)
+        return unpermuted(_Move.apply(self, None), self)
 
     def redistribute(
         self,
@@ -253,6 +254,8 @@ class RaggedDTensor(GradientHooks):
                 f"{async_op=}, {forward_dtype=}, {backward_dtype=}"
             )
         mesh, target = self._spec.mesh, self._on_shard_axis(placements)
+        if not isinstance(target, Replicate):
+            check_row_major("redistribute", self)
         if isinstance(target, RaggedShard):
             if target == self.placement:
                 return self
@@ -360,6 +363,7 @@ class RaggedDTensor(GradientHooks):
         )
 
     def _boxes(self) -> list[Box]:
+        check_row_major("a checkpoint", self)
         if self.numel() == 0 and shard_rank(self._spec.mesh) == 0:
             # A tensor without any chunk would be missing from the checkpoint.
             return [Box((0,) * self.dim(), tuple(self.shape), 0)]

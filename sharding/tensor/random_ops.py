@@ -21,7 +21,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.distributed.tensor import DTensor
 
-from sharding.tensor.local_ops import Handler, describe, overloads_of, refusal
+from sharding.tensor.local_ops import Handler, check_row_major, describe, overloads_of, refusal
 from sharding.transport.axes import shard_rank
 
 _NAMES = "bernoulli_ cauchy_ exponential_ geometric_ log_normal_ normal_ random_ uniform_"
@@ -37,6 +37,7 @@ def _draw(
         raise refusal(func, f"expected one sharded tensor, the target, got {others!r} beside it")
     if any(arg.dim() and arg.shape != target.shape for arg in others):
         raise refusal(func, f"expected parameters of the shape of {describe(target)}")
+    check_row_major(func, target)
     local = target._local_tensor
     full = torch.empty(target.shape, dtype=local.dtype, device=local.device)
     func(full, *rest, **kwargs)

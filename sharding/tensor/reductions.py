@@ -52,6 +52,7 @@ from sharding.tensor.local_ops import (
     unwrap,
     wrap,
 )
+from sharding.tensor.permuted import in_flat_order
 from sharding.tensor.placement import boxes
 from sharding.transport.axes import shard_group
 
@@ -184,9 +185,14 @@ def _reduction(combine: Combine) -> Handler:
         cls: type[DTensor], func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Tensor:
         arguments = _arguments(func, args, kwargs)
-        x = arguments["self"]
-        dims = _dims(x, arguments.get("dim"))
-        result = combine(func, _terms(x, dims), arguments)
+        x, dims = arguments["self"], _dims(arguments["self"], arguments.get("dim"))
+        flat, places = in_flat_order(x)
+        if flat is not x:
+            held = tuple(sorted(places[dim] for dim in dims))
+            arguments.update(self=flat, **({"dim": held} if "dim" in arguments else {}))
+            result = combine(func, _terms(flat, held), arguments).permute(places)
+        else:
+            result = combine(func, _terms(x, dims), arguments)
         _keep_gradient_sharded(x)
         if arguments.get("keepdim"):
             return result.view(result.shape if x.dim() else ())

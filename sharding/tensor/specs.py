@@ -43,6 +43,8 @@ def shared_spec(
             f"in its last dim, for {placement!r}, got {mesh!r}"
         )
     placement.check_shape(shape)
+    if not placement.is_row_major:
+        raise ValueError(f"expected a tensor flattened in the order of its dims, got {placement!r}")
     start, stop = placement.bounds(shard_rank(mesh), prod(shape))
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     meta = TensorMeta(torch.Size(shape), strides, dtype)

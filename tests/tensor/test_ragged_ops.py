@@ -77,6 +77,20 @@ def cut(tensors: list[Tensor], units: tuple[int, ...]) -> list[RaggedDTensor]:
     return [distribute_ragged(t, mesh, RaggedShard(tuple(range(t.dim())), units)) for t in tensors]
 
 
+def _transposed(x: Any, y: Any) -> list[Any]:
+    """What scripts do with transposed parameters: read, reduce, write, and turn back."""
+    order = list(range(x.dim()))[1:] + [0] * (x.dim() > 0)
+    turned, other = x.permute(order), y.permute(order)
+    full = torch.arange(float(x.numel())).view(x.shape).permute(order)
+    results = [turned, turned * other + 1, turned.mT if x.dim() > 1 else turned]
+    if x.numel() and x.dim():
+        results += [turned.sum(0), turned.norm(dim=-1), turned.mean(-1, keepdim=True), turned.max()]
+        results += [turned.amax(0), turned.var(0), turned.logsumexp(-1), turned.clone()]
+    turned.mul_(2)  # a view: what is written is written into x
+    results.append(x.clone())
+    return [*results, turned.copy_(full).transpose(0, -1) if x.dim() else turned, x]
+
+
 RIGHT: dict[str, Callable[[Any, Any, Any], Any]] = {
     # element-wise, scalars of every kind, operators
     "add": lambda x, y, z: x + y,
@@ -111,6 +125,9 @@ RIGHT: dict[str, Callable[[Any, Any, Any], Any]] = {
     "view of another shape": lambda x, y, z: x.view(1, *reversed(x.shape), 1),
     "flatten": lambda x, y, z: x.flatten().max() if x.numel() else x,
     "unsqueeze and squeeze": lambda x, y, z: [x[None], x.unsqueeze(-1), x[None].squeeze()],
+    "transposed": lambda x, y, z: [
+        v.full_tensor() if isinstance(v, DTensor) else v for v in _transposed(x, y)
+    ],
     "same expand": lambda x, y, z: x.expand(x.shape).expand_as(y),
     "rows": lambda x, y, z: [x[0], x[-1]] if x.dim() and len(x) else x,
     "row in place": lambda x, y, z: (x[1].fill_(7) if x.dim() > 1 and len(x) else x, x),
@@ -265,9 +282,15 @@ OTHER = (7, 5)  # another layout of the same tensor on two ranks
 
 RAISES: dict[str, Callable[[Any, Any], Any]] = {
     # shapes and positions
-    "transpose": lambda x, p: x.T,
-    "t": lambda x, p: x.t(),
-    "permute": lambda x, p: x.permute(1, 0),
+    "view of a permuted view": lambda x, p: x.permute(1, 0).view(3, 2, 2),
+    "rows of a transpose": lambda x, p: x.T[0],
+    "run of rows of a transpose": lambda x, p: x.T[1:],
+    "unsqueeze of a transpose": lambda x, p: x.t().unsqueeze(0),
+    "contiguous transpose": lambda x, p: x.t().contiguous(),
+    "random numbers into a transpose": lambda x, p: x.t().normal_(),
+    "transpose beside its source": lambda x, p: (
+        x.view(2, 6).view(4, 3).view(6, 2).t() * x.view(2, 6)
+    ),
     "view of a transpose": lambda x, p: x.transpose(0, 1).reshape(-1),
     "view as another dtype": lambda x, p: x.view(torch.int32),
     "expand": lambda x, p: x.expand(2, 4, 3),

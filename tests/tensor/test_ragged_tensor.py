@@ -395,3 +395,40 @@ def test_scalars_of_torchs_dtensor_take_part() -> None:
     ours, theirs = torch._foreach_norm([x, stock])
     torch.testing.assert_close(ours, full.norm())
     assert theirs.full_tensor().item() == pytest.approx(2, rel=1e-7)
+
+
+def test_transposed_view_is_neither_saved_nor_cut_anew_by_the_order_of_its_dims() -> None:
+    assert run_ranks(moves_of_transposed_view, 1) == [None]
+
+
+def moves_of_transposed_view() -> None:
+    x = ragged(random((4, 3)), (12,))
+    turned = x.t()
+    assert turned.stride() == (1, 3)
+    assert turned.t().placement == x.placement
+    cuts = {
+        "redistribute": lambda: turned.redistribute(placements=[Shard(0)]),
+        "a checkpoint": lambda: turned.__create_chunk_list__(),
+    }
+    for name, cut in cuts.items():
+        with pytest.raises(NotImplementedError, match=f"^{name}: expected no transposed view, got"):
+            cut()
+    with pytest.raises(ValueError, match="flattened in the order of its dims, got RaggedShard"):
+        RaggedDTensor.from_local(x.to_local(), x.device_mesh, turned.placement, turned.shape)
+
+
+def test_gradients_of_a_transposed_parameter_have_its_layout() -> None:
+    """`t()` of sharded parameters in penalties, as pytorch#144289 has `sum` of them."""
+    assert run_ranks(transposed_penalty, 2) == [True, True]
+
+
+def transposed_penalty() -> bool:
+    full = random((4, 3)).requires_grad_()
+    x = ragged(full, (5, 7)).requires_grad_()
+    for w in (full, x):
+        (w.t().square().sum(0) * 3).sum().backward()
+        (w.T.norm(dim=0) + w.mT.mean(1).sum()).sum().backward()
+    assert isinstance(x.grad, RaggedDTensor)
+    assert x.grad.placement == x.placement
+    torch.testing.assert_close(x.grad.full_tensor(), full.grad)
+    return True
