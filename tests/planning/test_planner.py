@@ -1,11 +1,11 @@
 """The planner against exhaustive search and an independent validator. Pure integers."""
 
 import random
-import time
 from itertools import pairwise, permutations
 from math import prod
 
 import pytest
+from effort import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legality import draw_tensors, lies_legally
@@ -128,7 +128,7 @@ def test_plan_finds_the_least_shard_of_hard_buckets(tensors, world_size, shard):
         assert least_shard(specs, world_size, 1) == shard
 
 
-def test_plan_of_a_thousand_tensors_on_a_thousand_ranks_takes_less_than_a_second():
+def test_plan_of_a_thousand_tensors_on_a_thousand_ranks_is_little_work():
     rng = random.Random(0)
     for kinds in (5, 1000):  # experts, and the worst case: no two tensors alike
         pool = [(rng.randint(1, 5_000_000), rng.randint(1, 70_000)) for _ in range(kinds)]
@@ -137,9 +137,8 @@ def test_plan_of_a_thousand_tensors_on_a_thousand_ranks_takes_less_than_a_second
             for i, (n, g) in enumerate(rng.choice(pool) for _ in range(1000))
         )
         for world_size in (64, 1000, 1024):
-            start = time.process_time()
-            plan = plan_segment(tensors, world_size)
-            assert time.process_time() - start < 1, (kinds, world_size)
+            plan, calls = calls_of(lambda w=world_size, t=tensors: plan_segment(t, w))
+            assert calls < 4_000_000, (kinds, world_size)
             assert plan.shard_numel < 2 * plan.lower_bound
 
 

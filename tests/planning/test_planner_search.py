@@ -2,10 +2,10 @@
 
 import pickle
 import random
-import time
 import tracemalloc
 
 import pytest
+from effort import calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from legality import lies_legally
@@ -180,32 +180,34 @@ def test_blocks_of_128_rows_do_not_straddle_experts_of_2880_rows():
     assert straddling.shard_numel < 0.6 * rows * row
 
 
-def test_restarting_stack_on_many_ranks_is_planned_quickly():
+def test_restarting_stack_on_many_ranks_is_little_work_to_plan():
     tensors = (
         TensorSpec("gate_up", 128 * 2880 * 5760, Granule(128 * 5760, restart=2880 * 5760)),
         TensorSpec("down", 128 * 2880 * 2880, Granule(128 * 2880, restart=2880 * 2880)),
         TensorSpec("attention", 26_000_000, Granule(256)),
     )
     for world_size in (4, 8, 48, 128, 1000, 16384):
-        start = time.process_time()
-        plan = plan_segment(tensors, world_size)
-        assert time.process_time() - start < 2, world_size
+        plan, calls = calls_of(lambda w=world_size: plan_segment(tensors, w))
+        assert calls < 300_000, world_size
         assert plan.shard_numel >= lower_bound(tensors, world_size)
         assert plan.shard_numel <= max(2 * plan.numel // world_size, 2880 * 5760 * 2), world_size
 
 
 @pytest.mark.parametrize("model", ["deepseek_v3_perexpert", "kimi_k2_perexpert"])
-def test_a_whole_model_is_planned_in_ten_seconds(model):
-    # Equal layers are planned once, whatever their names are.
-    start = time.process_time()
-    for count, shapes in Model.load(model).buckets:
-        for layer in range(count):
-            tensors = tuple(
+def test_layers_that_differ_in_their_names_alone_are_planned_once(model):
+    for _, shapes in Model.load(model).buckets:
+        first, second = (
+            tuple(
                 TensorSpec(f"layers.{layer}.{t.fqn}", t.numel, t.granule, "even" if i % 2 else "")
                 for i, t in enumerate(specs(shapes, "e128"))
             )
-            plan_segments(tensors, 512)
-    assert time.process_time() - start < 10
+            for layer in range(2)
+        )
+        plan, calls = calls_of(lambda t=first: plan_segments(t, 512))
+        assert calls < 4_000_000
+        again, calls = calls_of(lambda t=second: plan_segments(t, 512))
+        assert calls < 40 * len(second)
+        assert [p.offsets for _, p in again] == [p.offsets for _, p in plan]
 
 
 def test_plan_and_placements_of_a_thousand_tensors_on_16384_ranks_are_small():
@@ -216,9 +218,8 @@ def test_plan_and_placements_of_a_thousand_tensors_on_16384_ranks_are_small():
         ParamSpec(f"{i}.{name}", shape, "bfloat16", muon if len(shape) == 2 else ())
         for i, (name, shape) in enumerate(shapes)
     ]
-    warm = negotiate("b", params, 16384)  # the search has a limit of its own
+    warm = negotiate("b", params, 16384)  # the search, which is not what takes memory
     tracemalloc.start()
-    start = time.process_time()
     built = [negotiate("b", params, 16384) for _ in range(2)]
     placements = []
     for plan in built:
@@ -243,8 +244,6 @@ def test_plan_and_placements_of_a_thousand_tensors_on_16384_ranks_are_small():
     assert placements[0] == placements[1]
     assert hash(placements[0]) == hash(placements[1])
     assert pickle.loads(pickle.dumps((built[0], placements[0]))) == (built[1], placements[1])
-    seconds = time.process_time() - start
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 50e6
-    assert seconds < 2  # of two of each; tracing alone takes most of it
