@@ -37,7 +37,7 @@ ORDER = {
     "vfsdp_optim": (
         "algorithm parameters states step checkpoint newton_schulz matrix_roots plan "
         "optimizer fused_adam adamw_update adamw matrix_optimizer qk_clip muon blocked "
-        "shampoo soap output_heads groups __init__ capacity testing __main__"
+        "shampoo soap output_heads group_overrides groups __init__ capacity testing __main__"
     ).split(),
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
     "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),

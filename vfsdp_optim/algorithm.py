@@ -35,7 +35,7 @@ TORCH_KEYS = frozenset(
 # Of those, how torch runs its own update.
 EXECUTION_KEYS = frozenset("foreach fused capturable differentiable".split())
 
-_SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
+SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "base_momentum")
 
 # Options of other update rules: as a label one would train otherwise than asked, in silence.
 _OPTIONS = frozenset(
@@ -77,6 +77,11 @@ class Precision:
         """Read the names once; what is no collection of names is refused with its group."""
         if isinstance(self.keep_32bit, Iterable) and not isinstance(self.keep_32bit, str):
             object.__setattr__(self, "keep_32bit", tuple(self.keep_32bit))
+
+
+class NamesToKeep(list[str]):
+    """Names for `keep_32bit` that outlive the editing of groups: those that a group does not have
+    are another's."""
 
 
 def spread(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -404,7 +409,7 @@ def check_betas(group: Mapping[str, Any], where: str, *, sums: bool = False) -> 
 
 def check_schedule(group: Mapping[str, Any], where: str) -> None:
     """Raise ValueError for a value that torch's schedulers keep in a group and cannot use."""
-    check_at_least_zero(group, where, tuple(key for key in _SCHEDULE_KEYS if key in group))
+    check_at_least_zero(group, where, tuple(key for key in SCHEDULE_KEYS if key in group))
     if "betas" in group:
         check_betas(group, where, sums=True)  # an algorithm that has them checks its own
 

@@ -4,7 +4,7 @@ Reads types and shapes only: works on meta, sharded and wrapped models, and touc
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from io import StringIO
@@ -13,19 +13,35 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
 
+from sharding.checkpoint.names import closest_names
 from sharding.fsdp.many_objects import collector_paused
 from sharding.planning.structure import FullMatrix
+from vfsdp_optim.adamw import AdamWAlgorithm
+from vfsdp_optim.algorithm import SCHEDULE_KEYS, NamesToKeep
+from vfsdp_optim.group_overrides import kept_by, overridden, token_of, unmatched
+from vfsdp_optim.muon import MuonAlgorithm
 from vfsdp_optim.output_heads import EMBEDDINGS, Use, output_heads, uses_of
+from vfsdp_optim.shampoo import ShampooAlgorithm
+from vfsdp_optim.soap import SOAPAlgorithm
 
 _NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 _HEAD, _NAMED = "output head", "named in matrices"  # reasons
 _ONE_MATRIX = str(FullMatrix())
 # For a transposed convolution the first axis is the input: the same map, transposed.
 _CONVOLUTION = "o ... -> o (...)"
+# Which keys a group may have, for algorithms of this package; others are known to their optimizer.
+_KEYS = {
+    rule.name: frozenset(rule().defaults).union(SCHEDULE_KEYS)
+    for rule in (AdamWAlgorithm, MuonAlgorithm, ShampooAlgorithm, SOAPAlgorithm)
+}
+_EXAMPLES = {  # of mappings by glob
+    "matrices": "{'*.conv.weight': None}",
+    "overrides": "{'*norm*': {'weight_decay': 0.0}}",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +54,7 @@ class Route:
         algorithm: that of matrices, "adamw", or "frozen" for a parameter in no group.
         matrices: pattern of its matrices; None if it is one, or not updated as one.
         reason: the rule that decided.
+        overrides: what `overrides` says of it, such as "lr=0.001"; empty if nothing.
     """
 
     fqn: str
@@ -45,10 +62,14 @@ class Route:
     algorithm: str
     matrices: str | None
     reason: str
+    overrides: str = ""
 
 
 class ParamGroups(list[dict[str, Any]]):
     """Groups for `Muon`, and the routes they came from; prints as a table.
+
+    A list of dicts that may be edited, split and merged like any other; the routes say what
+    `param_groups` decided.
 
     Attributes:
         routes: one for each parameter of the model.
@@ -62,9 +83,13 @@ class ParamGroups(list[dict[str, Any]]):
     def table(self) -> Table:
         """Return one line for each parameter."""
         table = Table("parameter", "shape", "algorithm", "matrices", "because")
+        overridden_too = any(route.overrides for route in self.routes)
+        if overridden_too:
+            table.add_column("overrides")
         for route in self.routes:
             shape = "x".join(map(str, route.shape))
-            table.add_row(route.fqn, shape, route.algorithm, route.matrices or "", route.reason)
+            cells = [route.fqn, shape, route.algorithm, route.matrices or "", route.reason]
+            table.add_row(*cells, *([route.overrides] if overridden_too else []))
         return table
 
     def __str__(self) -> str:
@@ -82,17 +107,18 @@ def param_groups(
     adamw: Mapping[str, Any] | None = None,
     muon: Mapping[str, Any] | None = None,
     matrices: Mapping[str, str | FullMatrix | None] | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
     keep_32bit: Iterable[str] = (),
 ) -> ParamGroups:
     """Return groups of all trainable parameters of `model`, for `Muon`, `Shampoo` or `SOAP`.
 
-    The weights of linear layers and convolutions go to that algorithm. Embeddings, output heads,
-    norms, biases, and whatever has only one dimension above 1 go to AdamW. A head is a linear layer
-    as wide as the vocabulary of an embedding, outside of repeated blocks; an embedding that shares
-    its weight has none, nor has a table of positions. A parameter that several modules share is in
-    one group once, and is an embedding if it is one anywhere. With states="8bit", the states of
-    embeddings and output heads stay in 32 bits: rows of rare words have gradients that are mostly
-    zero (huggingface/transformers#14819).
+    The weights of linear layers (the Conv1D of `transformers` is one) and convolutions go to that
+    algorithm. Embeddings, output heads, norms, biases, and whatever has only one dimension above 1
+    go to AdamW. A head is a linear layer as wide as the vocabulary of an embedding, outside of
+    repeated blocks; an embedding that shares its weight has none, nor has a table of positions. A
+    parameter that several modules share is in one group once, and is an embedding if it is one
+    anywhere. With states="8bit", the states of embeddings and output heads stay in 32 bits: rows of
+    rare words have gradients that are mostly zero (huggingface/transformers#14819).
 
     Args:
         model: sharded or not, wrapped or not, on any device.
@@ -104,13 +130,21 @@ def param_groups(
             "e m n -> e m n" for stacked experts, "(h q d) n -> q (h d) n; q=3 h=12" for queries,
             keys and values that alternate by head, FullMatrix(row_splits=(4096, 1024, 1024)) for
             fused rows of unequal heights, "m (h d) -> h m d; h=12" for heads by columns.
+        overrides: for names that match a glob, hyper-parameters that come before those of `adamw`
+            and `muon`, such as {"*norm*": dict(weight_decay=0.0), "head.*": dict(lr=1e-4)}. Where
+            several globs match, what the last of them says counts, key by key: write the general
+            ones first. A key counts for the parameters whose algorithm has it.
         keep_32bit: names of more parameters whose states are not to be 8-bit.
+
+    Returns:
+        A list of dicts that may be edited. A group that is split keeps its keys: {**group,
+        "params": some} and {**group, "params": the others}.
 
     Raises:
         TypeError: `model` is no module, or another argument no mapping.
         ValueError: a parameter for which no rule is sure, a glob or a name that matches no
-            parameter, globs that contradict each other, a pattern that does not fit, or
-            `keep_32bit` inside another argument.
+            parameter, globs that contradict each other, a pattern that does not fit, a key in
+            `overrides` that no parameter's algorithm has, or `keep_32bit` inside another argument.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 6), nn.Linear(6, 10))
@@ -118,25 +152,45 @@ def param_groups(
         >>> [(group["algorithm"], [name for name, _ in group["params"]]) for group in groups]
         [('muon', ['1.weight']), ('adamw', ['0.weight', '1.bias', '2.weight', '2.bias'])]
     """
-    _check_arguments(model, adamw=adamw, muon=muon, matrices=matrices)
+    _check_arguments(model, adamw=adamw, muon=muon, matrices=matrices, overrides=overrides)
     uses = uses_of(model)
     chosen = _chosen(uses, matrices or {})
     heads = output_heads(model, uses, chosen)
     routes = [_route(use, chosen, heads, algorithm) for use in uses]
     kept = _kept(uses, routes, keep_32bit)
-    members: dict[tuple[str, str | None], list[tuple[str, Tensor]]] = {}
+    names = {route.fqn: route.algorithm for route in routes}
+    options = overridden(names, overrides or {}, _KEYS)
+    groups: dict[object, dict[str, Any]] = {}
     for use, route in zip(uses, routes, strict=True):
-        if route.algorithm != "frozen":
-            members.setdefault((route.algorithm, route.matrices), []).append((use.fqn, use.param))
-    groups: list[dict[str, Any]] = []
-    for (kind, pattern), params in sorted(members.items(), key=lambda item: item[0][0] == "adamw"):
-        own: dict[str, Any] = {"params": params, "algorithm": kind}
-        if kind != "adamw":
-            own["matrices"] = pattern
-        if names := [name for name, _ in params if name in kept]:
-            own["keep_32bit"] = names
-        groups.append({**own, **((adamw if kind == "adamw" else muon) or {})})
-    return ParamGroups(groups, tuple(routes))
+        kind, own = route.algorithm, options.get(route.fqn, {})
+        if kind == "frozen":
+            continue
+        group = groups.setdefault(
+            (kind, route.matrices, token_of(own)),
+            {
+                "params": [],
+                "algorithm": kind,
+                **({} if kind == "adamw" else {"matrices": route.matrices}),
+                **((adamw if kind == "adamw" else muon) or {}),
+                **own,
+            },
+        )
+        group["params"].append((use.fqn, use.param))
+        if use.fqn in kept:
+            group.setdefault("keep_32bit", NamesToKeep()).append(use.fqn)
+    said = [_saying(route, options) for route in routes]
+    return ParamGroups(sorted(groups.values(), key=_comes_last), tuple(said))
+
+
+def _comes_last(group: dict[str, Any]) -> bool:
+    return group["algorithm"] == "adamw"
+
+
+def _saying(route: Route, options: Mapping[str, Mapping[str, Any]]) -> Route:
+    """Return the route with what overrides say of it."""
+    if route.algorithm == "frozen" or not (own := options.get(route.fqn)):
+        return route
+    return replace(route, overrides=" ".join(f"{key}={value}" for key, value in own.items()))
 
 
 def _kept(uses: list[Use], routes: list[Route], chosen: Iterable[str]) -> set[str]:
@@ -148,7 +202,7 @@ def _kept(uses: list[Use], routes: list[Route], chosen: Iterable[str]) -> set[st
         raise TypeError(f"keep_32bit: expected names such as ['head.weight'], got {chosen!r}")
     wanted = set(chosen)
     if unknown := sorted(wanted - {route.fqn for route in routes}):
-        known = [route.fqn for route in routes]
+        known = closest_names(unknown[0], [route.fqn for route in routes])
         raise ValueError(f"keep_32bit names {unknown!r}, expected some of {known}")
     vocabularies = {use.param.shape[0] for use in uses if use.is_weight(*EMBEDDINGS)}
     for use, route in zip(uses, routes, strict=True):
@@ -168,14 +222,14 @@ def _check_arguments(model: nn.Module, **mappings: object) -> None:
         raise TypeError(f"model: expected an nn.Module, got {model!r}; pass the model itself")
     for name, value in mappings.items():
         if value is not None and not isinstance(value, Mapping):
-            example = "{'*.conv.weight': None}" if name == "matrices" else "{'lr': 3e-4}"
+            example = _EXAMPLES.get(name, "{'lr': 3e-4}")
             raise TypeError(f"{name}: expected a mapping such as {example}, got {value!r}")
         if wrong := [key for key in value or () if not isinstance(key, str)]:
             raise TypeError(f"{name}: expected text as keys, got {wrong[0]!r}")
-        if name != "matrices" and value is not None and "keep_32bit" in value:
+        if name not in _EXAMPLES and (kept := kept_by(value or {})):
             raise ValueError(
-                f"{name}: keep_32bit={value['keep_32bit']!r} would replace the names of embeddings "
-                "and output heads; pass it to param_groups itself, which adds them"
+                f"{name}: keep_32bit={kept!r} would replace the names of embeddings and output "
+                "heads; pass it to param_groups itself, which adds them"
             )
 
 
@@ -188,10 +242,7 @@ def _chosen(
     for glob, pattern in matrices.items():
         matched = [use for use in uses if fnmatchcase(use.fqn, glob)]
         if not matched:
-            raise ValueError(
-                f"matrices: {glob!r} matches no parameter of {[use.fqn for use in uses]}; correct "
-                "the glob, or leave it out"
-            )
+            raise unmatched("matrices", glob, [use.fqn for use in uses])
         text = None if pattern is None else _parsed(glob, pattern)
         for use in matched:
             if text is not None and use.param.requires_grad:
@@ -244,6 +295,8 @@ def _known_pattern(name: str, module: nn.Module) -> str | None:
     """Return the matrices of a parameter of torch's own modules, or None if that is not known."""
     if isinstance(module, nn.Linear) and name == "weight":
         return _ONE_MATRIX
+    if name == "weight" and _is_conv1d_of_transformers(module):
+        return "n m -> m n"  # (in, out)
     if isinstance(module, _ConvNd) and name == "weight":
         if module.groups == 1:
             return _CONVOLUTION
@@ -252,6 +305,14 @@ def _known_pattern(name: str, module: nn.Module) -> str | None:
         fused = name == "in_proj_weight"  # queries, keys and values are three matrices
         return "(k m) n -> k m n; k=3" if fused else _ONE_MATRIX
     return None
+
+
+def _is_conv1d_of_transformers(module: nn.Module) -> bool:
+    """Return whether it is a linear layer as GPT-2 has them; imports nothing to find out."""
+    return any(
+        cls.__name__ == "Conv1D" and cls.__module__.partition(".")[0] == "transformers"
+        for cls in type(module).__mro__
+    )
 
 
 def _parsed(glob: str, pattern: str | FullMatrix) -> str:

@@ -25,11 +25,11 @@ ALONE = ("torchrun", "assert_sharded_equals_unsharded", 'init_device_mesh("cuda"
 
 
 class Block(nn.Module):
-    """Fused queries, keys and values as wide as the page says."""
+    """Fused queries, keys and values as wide as the page says, and a norm."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.qkv = nn.Linear(2, 4096 + 1024 + 1024, bias=False)
+        self.qkv, self.norm = nn.Linear(2, 4096 + 1024 + 1024, bias=False), nn.LayerNorm(2)
 
 
 class Mixture(Block):
@@ -68,7 +68,7 @@ def test_blocks_run_as_they_stand():
             names["model"] = model_of(Mixture if "matrices=" in block else Block)
         exec(compile(block, "README.md", "exec"), names)
         ran += 1
-    assert ran == 8
+    assert ran == 9
 
 
 def test_property_test_runs_as_it_stands():

@@ -163,7 +163,7 @@ MISUSES_OF_TRAINING: dict[type[Exception], list[tuple]] = {
             lambda s: vfsdp_optim.AdamW([{"params": [s.head]}, {"params": [s.head]}]),
         ),
         (
-            "'layers.*'|head.weight",
+            "'layers.*'|none of 12|'blocks.*.up.weight' (2)",
             lambda s: vfsdp_optim.param_groups(s.model, matrices={"layers.*": None}),
         ),
         (

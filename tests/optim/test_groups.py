@@ -1,14 +1,17 @@
-"""Which parameter goes to Muon, which to AdamW: by module type and logical shape, or an error."""
+"""Which parameter goes to Muon, which to AdamW: by module type and logical shape, or an error; and
+its hyper-parameters, by glob, in groups that may be edited."""
+
+import copy
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
+from model_families import Conv1D
 from ranks import on_ranks
 from sharding import fully_shard
-from vfsdp_optim.groups import param_groups
-from vfsdp_optim.muon import Muon
+from vfsdp_optim import AdamW, Muon, Precision, param_groups
 
 
 class Block(nn.Module):
@@ -218,3 +221,123 @@ def test_table_says_why():
     line = next(line for line in text.splitlines() if "head.weight" in line)
     for word in ("50x8", "adamw", "output head"):
         assert word in line
+
+
+def test_later_globs_come_before_earlier_ones_key_by_key():
+    model = Model()
+    model.positions.requires_grad_(False)
+    overrides = {
+        "*": dict(lr=0.5),
+        "*norm*": dict(weight_decay=0.0),
+        "*.bias": dict(weight_decay=0.0),
+        "blocks.1.*": dict(lr=0.25, momentum=0.5),  # momentum is for its matrices alone
+        "positions.*": dict(lr=9.0),
+    }
+    groups = param_groups(model, adamw=dict(lr=1.0, eps=1e-6), overrides=overrides)
+    said = {name: (g["lr"], g.get("weight_decay"), g.get("momentum"), g.get("eps"))
+            for g in groups for name, _ in g["params"]}  # fmt: skip
+    for i, lr in ((0, 0.5), (1, 0.25)):
+        for name in ("norm.weight", "norm.bias", "qkv.bias", "out.bias"):
+            assert said.pop(f"blocks.{i}.{name}") == (lr, 0.0, None, 1e-6)
+        for name in ("qkv.weight", "out.weight"):
+            assert said.pop(f"blocks.{i}.{name}") == (lr, None, 0.5 if i else None, None)
+    assert said == dict.fromkeys(("tokens.weight", "head.weight"), (0.5, None, None, 1e-6))
+    assert len(groups) == 5  # equal options share a group
+    line = next(line for line in str(groups).splitlines() if "blocks.1.norm.bias" in line)
+    assert "lr=0.25 weight_decay=0.0" in line
+    assert [g["lr"] for g in Muon(groups).param_groups] == [g["lr"] for g in groups]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"*nrom*": {}}, r"'\*nrom\*' matches none of 15 parameters, such as 'blocks.*norm.*(2)"),
+        ({"head.*": dict(weight_deacy=0.0)}, r"'head.\*': adamw have no .* of \['weight_decay'"),
+        ({"head.*": dict(momentum=0.9)}, r"adamw have no 'momentum'"),
+        ({"*": dict(lr_scale=2.0)}, r"adamw and muon have no 'lr_scale'.*into the returned groups"),
+        ({"head.*": dict(algorithm="muon")}, r"algorithm cannot.*matrices=\{'head\.\*': None\}"),
+        ({"*": dict(keep_32bit=["head.weight"])}, "keep_32bit cannot be given here"),
+        ({"*": dict(states=Precision("8bit", keep_32bit=["x"]))}, "keep_32bit cannot be given"),
+        ({"head.*": 0.1}, r"'head\.\*': expected a mapping such as .*got 0\.1"),
+        (0.1, r"overrides: expected a mapping such as \{'\*norm\*': \{'weight_decay': 0\.0\}\}"),
+    ],
+)
+def test_override_that_would_do_nothing_is_an_error(overrides, words):
+    with pytest.raises((TypeError, ValueError), match=words):
+        param_groups(Model(), overrides=overrides)
+
+
+def test_names_in_8_bit_settings_inside_a_precision_are_not_lost():
+    with pytest.raises(ValueError, match=r"adamw: keep_32bit=\('head.weight',\) would replace"):
+        param_groups(Model(), adamw=dict(states=Precision("8bit", keep_32bit=["head.weight"])))
+
+
+class Adapted(nn.Module):
+    """A frozen layer with a LoRA beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(12, 8).requires_grad_(False)
+        self.lora_A, self.lora_B = nn.Linear(12, 2, bias=False), nn.Linear(2, 8, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.lora_B(self.lora_A(x))
+
+
+def test_lora_plus_and_rates_by_layer_equal_torch_with_groups_written_out():
+    # LoRA+ (arXiv:2402.12354): B learns a number of times as fast as A.
+    torch.manual_seed(0)
+    model = nn.Sequential(Adapted(), nn.Linear(8, 12), Adapted())
+    expected = copy.deepcopy(model)
+    groups = param_groups(
+        model,
+        matrices={"*": None},
+        adamw=dict(lr=0.01),
+        overrides={"2.*": dict(lr=0.02), "*lora_B*": dict(lr=0.16), "*.bias": {"weight_decay": 0}},
+    )
+    written = [
+        {"params": [expected[0].lora_A.weight, expected[1].weight]},
+        {"params": [expected[1].bias], "weight_decay": 0},
+        {"params": [expected[2].lora_A.weight], "lr": 0.02},
+        {"params": [expected[i].lora_B.weight for i in (0, 2)], "lr": 0.16},
+    ]
+    pairs = (model, Muon(groups)), (expected, torch.optim.AdamW(written, lr=0.01, foreach=True))
+    for _ in range(3):
+        for each, optimizer in pairs:
+            each(torch.ones(3, 12)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for actual, right in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.equal(actual, right)
+
+
+def test_groups_that_were_split_keep_their_names_in_32_bits():
+    model = Model(vocabulary=1024)
+    groups = param_groups(model)
+    adamw = groups.pop()
+    for half in (adamw["params"][::2], adamw["params"][1::2]):
+        groups.append({**adamw, "params": half})
+    groups.append({**groups[0], "params": [groups[0]["params"].pop()], "lr": 0.5, "tag": "last"})
+    assert isinstance(groups, list)
+    optimizer = Muon(groups, states="8bit")
+    kept = {n: g["keep_32bit"] for g in optimizer.param_groups for n in g["param_names"]}
+    assert "tokens.weight" in kept["tokens.weight"]
+    assert "head.weight" in kept["head.weight"]
+    assert {row.states for row in optimizer.plan().rows} == {"32bit"}
+    with pytest.raises(ValueError, match="needs names"):
+        AdamW([{"params": [model.head.weight], "keep_32bit": adamw["keep_32bit"]}])
+
+
+def test_conv1d_of_transformers_is_a_linear_layer_by_the_other_way_round():
+    torch.manual_seed(0)
+    linear, transposed = nn.Linear(8, 24, bias=False), Conv1D(8, 24)
+    transposed.weight.data = linear.weight.detach().T.clone()
+    grad = torch.randn(24, 8)
+    linear.weight.grad, transposed.weight.grad = grad, grad.T.clone()
+    scales = []
+    for model in (linear, transposed):
+        optimizer = Muon(param_groups(nn.ModuleDict({"c": model})), lr=0.1)
+        scales.append(optimizer.plan().rows[0].scale)
+        optimizer.step()
+    assert scales == [3**0.5, 3**0.5]  # by (out, in): as (in, out), 1
+    assert torch.equal(transposed.weight, linear.weight.T)

@@ -32,6 +32,13 @@ class Own(nn.Module):
         self.weight = nn.Parameter(torch.empty(shape))
 
 
+class Conv1D(Own):
+    """The linear layer of transformers' GPT-2, by its name."""
+
+
+Conv1D.__module__ = "transformers.pytorch_utils"
+
+
 class Parent(nn.Module):
     """Whatever has modules and bare parameters."""
 
@@ -79,7 +86,7 @@ def _leaf(kind: str, shape: list[int]) -> nn.Module | Tensor:
         return convolution(shape[1] * groups, shape[0], tuple(shape[2:]), groups=groups)
     if kind == "P!":
         return nn.Parameter(torch.empty(shape))
-    return {"E": nn.Embedding, "N": nn.LayerNorm, "P": Own}[kind](*shape)
+    return {"E": nn.Embedding, "N": nn.LayerNorm, "P": Own, "T": Conv1D}[kind](*shape)
 
 
 def _put(tree: dict, path: str, leaf: object) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from sharding.checkpoint.names import closest_names
 from sharding.tensor.ragged_tensor import RaggedDTensor
-from vfsdp_optim.algorithm import PRECISION, Algorithm
+from vfsdp_optim.algorithm import PRECISION, Algorithm, NamesToKeep
 from vfsdp_optim.parameters.given import named
 from vfsdp_optim.parameters.param_shard import ParamShard
 from vfsdp_optim.states.block_codec import BLOCK, CODES_FORMAT
@@ -39,7 +40,8 @@ def check_precision(group: dict[str, Any], where: str) -> None:
     chosen = group["keep_32bit"]
     if isinstance(chosen, str) or not isinstance(chosen, Iterable):
         raise TypeError(f"{where}: keep_32bit: expected names like ['head.weight'], got {chosen!r}")
-    group["keep_32bit"] = tuple(chosen)
+    if not isinstance(chosen, NamesToKeep):
+        group["keep_32bit"] = tuple(chosen)
     for key, choices in _CHOICES.items():
         if group[key] not in choices:
             raise ValueError(f"{where}: {key}: expected one of {choices}, got {group[key]!r}")
@@ -83,14 +85,17 @@ def check_used(options: dict[str, Any], groups: Sequence[dict[str, Any]], where:
     """
     chosen = options.get("keep_32bit", ())
     known = [name for group in groups for name in group.get("param_names", ())]
-    unknown = [name for name in chosen if name not in known]
+    unknown = sorted(set(chosen).difference(known))
     if unknown and not known:
         raise ValueError(
             f"{where}: keep_32bit={unknown!r} needs names: pass model.named_parameters() instead "
             "of model.parameters(), or param_groups(model)"
         )
-    if unknown:
-        raise ValueError(f"{where}: keep_32bit names {unknown!r}, expected some of {known}")
+    if unknown and not isinstance(chosen, NamesToKeep):
+        raise ValueError(
+            f"{where}: keep_32bit names {unknown!r}, expected some of "
+            f"{closest_names(unknown[0], known)}"
+        )
     params = [item for group in groups for item in named(group, where)]
     for key in ("master_weights", "stochastic_rounding"):
         if options.get(key) and params and all(p.dtype.itemsize >= 4 for p, _ in params):
