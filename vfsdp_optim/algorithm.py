@@ -39,8 +39,9 @@ SCHEDULE_KEYS = ("initial_lr", "max_lr", "min_lr", "swa_lr", "max_momentum", "ba
 
 # Options of other update rules: as a label one would train otherwise than asked, in silence.
 _OPTIONS = frozenset(
-    """momentum dampening nesterov ns_coefficients ns_steps adjust_lr_fn matrices use_muon amsgrad
-    alpha centered rho lr_decay lambd t0 etas step_sizes momentum_decay initial_accumulator_value
+    """momentum dampening nesterov ns_coefficients ns_steps ns_algorithm adjust_lr_fn matrices
+    use_muon amsgrad alpha centered rho lr_decay lambd t0 etas step_sizes momentum_decay
+    initial_accumulator_value
     """.split()
 )
 

@@ -73,7 +73,13 @@ OPTIMIZERS = {
     "adamw_amsgrad_skips": partial(make_adamw, amsgrad=True, on_nonfinite="skip"),
     "muon": make_muon,
     "muon_in_small_waves": make_muon_in_small_waves,
-    "muon_skips": partial(make_muon, nesterov=False, on_nonfinite="skip"),
+    "muon_gram_skips": partial(
+        make_muon,
+        nesterov=False,
+        on_nonfinite="skip",
+        ns_algorithm="gram",
+        ns_coefficients="polar_express",
+    ),
     "shampoo": make_shampoo,
     "soap": make_soap,
 }

@@ -151,7 +151,7 @@ def with_options(net: nn.Module, lr: float) -> list[Callable[[], torch.optim.Opt
         lambda: AdamW(named, lr=lr, amsgrad=True, maximize=True, state_dtype=torch.float32),
         lambda: AdamW(named, lr=lr, states=packed),
         lambda: AdamW(named, lr=lr, states=Precision(stochastic_rounding=True)),
-        lambda: Muon([half, experts, adamw], lr=lr, ns_coefficients="you5"),
+        lambda: Muon([half, experts, adamw], lr=lr, ns_coefficients="quintic"),
         lambda: Muon([half, experts, adamw], lr=lr, states=packed.states),
     ]
 

@@ -143,7 +143,7 @@ def test_adamw_group_takes_adamws_defaults_and_not_muons():
         ({"shape": (3, 4), "momentum": -0.1}, "momentum.*-0.1"),
         ({"shape": (3, 4), "adjust_lr_fn": "spectral"}, "'spectral'"),
         ({"shape": (3, 4), "ns_steps": 100}, "param group 0: ns_steps.*100"),
-        ({"shape": (3, 4), "ns_coefficients": "you5", "ns_steps": 4}, "ns_steps=5"),
+        ({"shape": (3, 4), "ns_coefficients": "quintic", "ns_steps": 4}, "ns_steps=5"),
         ({"shape": (3, 4), "ns_dtype": torch.int8}, "ns_dtype.*torch.int8"),
     ],
 )
@@ -198,7 +198,7 @@ def test_state_dict_holds_one_momentum_or_two_moments_a_parameter():
     ("saved", "loading", "key"),
     [
         ({"ns_steps": 4}, {}, "the checkpoint has ns_steps=4, the optimizer 5"),
-        ({"ns_coefficients": "you5"}, {}, "the checkpoint has ns_coefficients='you5'"),
+        ({"ns_coefficients": "quintic"}, {}, "the checkpoint has ns_coefficients='quintic'"),
         ({"matrices": "(h m) n -> h m n; h=2"}, {}, "the checkpoint has matrices="),
         ({"algorithm": "adamw"}, {}, ".*written by another algorithm"),
     ],

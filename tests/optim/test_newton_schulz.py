@@ -1,15 +1,20 @@
 """Newton-Schulz: torch's bits in bfloat16, the right matrix in float32, and an input left alone."""
 
+import itertools
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 
 from vfsdp_optim.newton_schulz import (
+    ALGORITHMS,
     COEFFICIENTS,
     coefficient_schedule,
+    gram_segments,
     newton_schulz_cost,
     orthogonalize,
 )
@@ -30,18 +35,83 @@ def test_orthogonalize_in_bfloat16_has_torchs_bits(rows, cols, seed, steps, logs
     assert torch.equal(orthogonalize(x, steps=steps), expected)
 
 
-@pytest.mark.parametrize("name", ["keller5", "you5"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("name", COEFFICIENTS)
 @given(rows=sizes, cols=sizes, seed=seeds)
-def test_orthogonalize_applies_the_polynomial_to_singular_values(name, rows, cols, seed):
+def test_orthogonalize_applies_the_polynomial_to_singular_values(algorithm, name, rows, cols, seed):
     x = random_matrix(rows, cols, seed)
     u, s, vt = torch.linalg.svd(x.double(), full_matrices=False)
     s = s / s.norm()
-    for a, b, c in (COEFFICIENTS[name] * 5)[:5]:
+    for a, b, c in coefficient_schedule(name, 5):
         s = a * s + b * s**3 + c * s**5
     expected = ((u * s) @ vt).float()
-    actual = orthogonalize(x, coefficients=name, dtype=torch.float32)
-    # The polynomials have slopes up to 4.1 at 0, so that five steps amplify float32's 6e-8 by 1e3.
+    actual = orthogonalize(x, coefficients=name, dtype=torch.float32, algorithm=algorithm)
+    # The polynomials have slopes up to 8.2 at 0: five steps amplify float32's 6e-8 by 1e3; squared
+    # in a Gram matrix, where it meets the slope of a zero singular value, by 1e5.
     torch.testing.assert_close(actual, expected, atol=3e-4, rtol=0)
+
+
+def with_condition(rows: int, cols: int, condition: float) -> tuple[Tensor, Tensor]:
+    """A matrix with singular values from 1 down, and its polar factor by construction."""
+    short = min(rows, cols)
+    left, right = (
+        torch.linalg.qr(random_matrix(n, short, seed=n, dtype=torch.float64)).Q
+        for n in (rows, cols)
+    )
+    values = condition ** -torch.linspace(0, 1, short, dtype=torch.float64)
+    return (left * values) @ right.T, left @ right.T
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_gram_is_as_near_the_polar_factor_as_standard(name, dtype):
+    # Without restarts, rounded eigenvalues below 0 grow 12-fold a step in half precision.
+    schedule = coefficient_schedule(name, 5)
+    for shape in ((24, 96), (96, 24), (48, 80)):
+        for condition in (1e2, 1e4, 1e6):
+            x, factor = with_condition(*shape, condition)
+            exact = torch.linalg.svdvals(x / x.norm())
+            for a, b, c in schedule:
+                exact = a * exact + b * exact**3 + c * exact**5
+            errors = []
+            for algorithm in ALGORITHMS:
+                y = orthogonalize(x, coefficients=name, dtype=dtype, algorithm=algorithm)
+                assert torch.linalg.svdvals(y.double()).max() <= 1.02 * exact.max()
+                errors.append((y.double() - factor).norm())
+            assert errors[1] <= 1.1 * errors[0], (shape, condition, errors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gram_normalizes_before_it_rounds_to_half_precision(dtype):
+    # DeepSpeed casts to float16 first: of elements of 1e-8 all but 0.3 % are zeros.
+    x = random_matrix(8, 40, seed=0, dtype=dtype)
+    expected = orthogonalize(x, algorithm="gram")
+    assert torch.equal(orthogonalize(x * 2.0**-40, algorithm="gram"), expected)
+    assert expected.norm() > 2
+
+
+def test_gram_restarts_where_rounding_errors_would_be_seen():
+    def lengths(name: str, steps: int, dtype: torch.dtype) -> list[int]:
+        return [len(s) for s in gram_segments(coefficient_schedule(name, steps), dtype)]
+
+    # The source restarts after the second of five steps of Polar Express in float16.
+    assert lengths("polar_express", 5, torch.float16) == [2, 3]
+    assert lengths("keller", 5, torch.float16) == [3, 2]
+    assert lengths("keller", 5, torch.float32) == [5]
+    assert lengths("keller", 0, torch.float32) == []
+    assert sum(lengths("keller", 30, torch.float32)) == 30
+
+
+def test_polar_express_repeats_its_last_triple_and_keeps_its_order():
+    triples = coefficient_schedule("polar_express", 11)
+    assert triples[7:] == ((1.875, -1.25, 0.375),) * 4
+    assert triples[0] == pytest.approx((8.2051605, -22.9019, 16.460724), rel=1e-5)
+    assert coefficient_schedule("polar_express", 5) == triples[:5]
+
+
+def test_unknown_algorithm_is_an_error():
+    with pytest.raises(ValueError, match=r"ns_algorithm: expected one of .*'gram'.*got 'fast'"):
+        orthogonalize(torch.zeros(2, 3), algorithm="fast")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -82,7 +152,7 @@ def test_orthogonalize_refuses_a_stack_of_matrices():
 @pytest.mark.parametrize(
     ("coefficients", "steps", "fact"),
     [
-        ("you5", 4, "ns_steps=5"),
+        ("quintic", 4, "ns_steps=5"),
         ("unknown", 5, "'unknown'"),
         ((1.0, 2.0), 5, r"\(1\.0, 2\.0\)"),
         ((KELLER, (1.0, 2.0)), 2, r"\(1\.0, 2\.0\)"),
@@ -96,11 +166,18 @@ def test_coefficients_that_do_not_fit_are_an_error(coefficients, steps, fact):
         coefficient_schedule(coefficients, steps)
 
 
-def test_cost_counts_the_products_of_a_step():
-    # (s, l) (l, s), (s, s) (s, s), (s, s) (s, l)
-    short, long = 3, 10
-    step = short * long * short + short**3 + short * short * long
-    assert newton_schulz_cost(short, long, 5) == newton_schulz_cost(long, short, 5) == 5 * step
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_cost_counts_the_products_of_a_step(algorithm, dtype):
+    for name in COEFFICIENTS:
+        schedule = coefficient_schedule(name, 5)
+        for shape in ((3, 4), (10, 3), (7, 7), (5, 60)):
+            with FlopCounterMode(display=False) as counter:
+                orthogonalize(
+                    torch.ones(shape), coefficients=name, algorithm=algorithm, dtype=dtype
+                )
+            cost = newton_schulz_cost(*shape, schedule, algorithm, dtype)
+            assert 2 * cost == counter.get_total_flops()
 
 
 shapes_and_seeds = {
@@ -189,12 +266,13 @@ def test_memory_that_is_given_is_used_and_gives_the_same_bits():
         assert taken.setdefault((name, dtype), torch.empty(300, dtype=dtype)).numel() >= numel
         return taken[name, dtype][:numel].fill_(torch.nan)
 
-    for rows, cols in ((12, 20), (20, 12), (7, 7)):
+    for rows, cols in ((12, 24), (24, 12), (7, 7)):
         x = drawn(rows, cols, 1)
         for dtype in (torch.float32, torch.bfloat16):
-            for steps in (0, 1, 4, 5):
-                own = orthogonalize(x, dtype=dtype, steps=steps)
-                result = orthogonalize(x, dtype=dtype, steps=steps, take=take)
+            for steps, algorithm in itertools.product((0, 1, 4, 5), ALGORITHMS):
+                own = orthogonalize(x, dtype=dtype, steps=steps, algorithm=algorithm)
+                options = dict(dtype=dtype, steps=steps, algorithm=algorithm, take=take)
+                result = orthogonalize(x, **options)
                 assert torch.equal(own, result)
                 memory = [t.untyped_storage().data_ptr() for t in taken.values()]
                 assert result.untyped_storage().data_ptr() in memory

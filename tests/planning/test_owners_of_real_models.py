@@ -15,12 +15,13 @@ from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Demand, FullMatrix, Structure
 from sharding.planning.turns import Ordinals, Recurring, due_work
 from vfsdp_optim.algorithm import MatrixAlgorithm
-from vfsdp_optim.newton_schulz import newton_schulz_cost
+from vfsdp_optim.newton_schulz import coefficient_schedule, newton_schulz_cost
 from vfsdp_optim.optimizer import MAX_EXCHANGE_BYTES
 from vfsdp_optim.shampoo import ShampooAlgorithm
 from vfsdp_optim.soap import SOAPAlgorithm
 
 MODELS = Path(vfsdp_optim.__file__).parent / "capacity" / "models"
+KELLER = coefficient_schedule("keller", 5)
 ELEMENTWISE = ("embed", "lm_head")
 
 
@@ -70,7 +71,7 @@ def units_of(
                     (rank, min(stop, (rank + 1) * size) - max(start, rank * size))
                     for rank in range(start // size, (stop - 1) // size + 1)
                 )
-                cost = newton_schulz_cost(unit.rows, unit.cols, 5)
+                cost = newton_schulz_cost(unit.rows, unit.cols, KELLER)
                 if algorithm is not None:
                     cost = algorithm.cost(algorithm.defaults, unit.rows, unit.cols)
                     works.append(algorithm.recurring(algorithm.defaults, unit.rows, unit.cols))
