@@ -111,10 +111,9 @@ class Bucket:
         self._gathered.close()
         self._held = HeldParts(mesh)
         self._gather: Pending | None = None
-        self._members: list[list[int]] = [
-            [i for i, p in enumerate(self.parameters) if p.segment == segment]
-            for segment in range(len(self.buffers))
-        ]
+        self._members: list[list[int]] = [[] for _ in self.buffers]
+        for i, parameter in enumerate(self.parameters):
+            self._members[parameter.segment].append(i)
         self._seen: set[int] = set()  # gradients since the last reduction
         self._reduction: Reduction | None = None
 
@@ -135,6 +134,7 @@ class Bucket:
     def _make_slots(self) -> None:
         self._slots = [GradientSlots(each, self.buffers) for each in self.plan.reductions]
         self._slots_of = {segment: slots for slots in self._slots for segment in slots.segments}
+        self.slot_bytes = sum(s.nbytes for s in self._slots if self.plan.trainable[s.segments[0]])
 
     def _make_parameter(self, i: int, sites: list[tuple[nn.Module, str]]) -> BucketParameter:
         """Copy this rank's elements of one parameter and build both of its forms."""

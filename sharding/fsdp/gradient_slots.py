@@ -28,6 +28,12 @@ class GradientSlots:
         self._flat: Tensor | None = None  # (W * T,)
         self._borrowed: list[Tensor] = []
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the slots of all ranks."""
+        first = self.buffers[0]
+        return first.plan.world_size * self.first_columns[-1] * first.reduce_dtype.itemsize
+
     def borrow(self, workspace: Workspace) -> None:
         """Give every segment its columns, the flags cleared; nothing when they have them."""
         if self._flat is not None:

@@ -35,10 +35,16 @@ from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
 
 MOST_IN_FLIGHT = 2
+LARGE = 1 << 30  # bytes of slots beyond which one reduction in flight is long enough to hide
 
 
 class Reducible(Protocol):
     """What reduces its gradients: a `Bucket`, or a count of what one would take."""
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of its gradient slots, the same on all ranks."""
+        ...
 
     def reduce_grads(self, order: int) -> None:
         """Start the reduction."""
@@ -54,7 +60,8 @@ class ReductionsInFlight:
     """The reductions of a backward that are under way, oldest first.
 
     Few at a time: before one more starts, the oldest is waited for, and its memory lent again. Of
-    the others the second step is posted then; see [Note: two steps of a reduction].
+    the others the second step is posted then; see [Note: two steps of a reduction]. Of large ones
+    there is one at a time, so that with the bucket that fills two have memory.
     """
 
     def __init__(self) -> None:
@@ -62,7 +69,8 @@ class ReductionsInFlight:
 
     def start(self, bucket: Reducible, order: int) -> None:
         """Start the reduction of a bucket; `order` is what it writes into its slots."""
-        while len(self._buckets) >= MOST_IN_FLIGHT:
+        large = any(each.slot_bytes > LARGE for each in (*self._buckets, bucket))
+        while len(self._buckets) >= (1 if large else MOST_IN_FLIGHT):
             self._buckets.pop(0).wait_for_reduce()
         bucket.reduce_grads(order)
         for earlier in self._buckets:

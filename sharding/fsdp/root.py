@@ -306,6 +306,7 @@ class RootContext:
             if bucket.requires_gradient_sync and bucket.has_gradients:
                 self._start_reduction(bucket)
         self._in_flight.finish()
+        self.workspace.release()
         self.proofs.send()
         # What waits for replicas is reduced by a later backward, also one that does not run it.
         self._unreduced = [

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sharding.fsdp.buffer import slot_pieces
+from sharding.fsdp.reduction import LARGE
 from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.capacity.advice import group_sizes
 from vfsdp_optim.capacity.model_sources import read_model
@@ -224,18 +225,25 @@ def test_peak_of_gathers_is_the_root_a_block_and_its_neighbour() -> None:
     assert unsharded_peak(10, [(1, [7]), (5, [6])]) == 23
 
 
-def buffers(numel: int, *, receives: bool) -> BucketBuffers:
+def buffers(numel: int, *, receives: bool = False) -> BucketBuffers:
     reduction = ReductionBuffers(numel, torch.float32, receives)
     return BucketBuffers(0, 0, 0, 0, 0, 0, (reduction,))
 
 
 def test_reductions_hold_two_in_flight_one_that_fills_and_the_root() -> None:
-    blocks = [buffers(100, receives=False)] * 5
-    assert reduction_memory(buffers(1000, receives=False), blocks).peak == 4 * (1000 + 3 * 100)
-    assert reduction_memory(None, blocks[:1]).peak == 400
-    with_receive = reduction_memory(None, [buffers(100, receives=True)] * 5)
+    blocks = [buffers(100)] * 5
+    assert reduction_memory(buffers(1000), blocks, "cpu").peak == 4 * (1000 + 3 * 100)
+    assert reduction_memory(None, blocks[:1], "cpu").peak == 400
+    with_receive = reduction_memory(None, [buffers(100, receives=True)] * 5, "cpu")
     assert with_receive.peak == 4 * 100 * 5  # two in flight with two each, one that fills
     assert with_receive.kept == with_receive.peak
+
+
+def test_reductions_of_large_buckets_hold_one_in_flight_and_keep_nothing_on_devices() -> None:
+    """Three buffers of a bucket were 20 GiB a rank of GPT-OSS-120B, and stayed between steps."""
+    for numel, held in ((LARGE // 4, 3), (LARGE // 4 + 1, 2)):
+        memory = reduction_memory(None, [buffers(numel)] * 5, "cuda")
+        assert (memory.peak, memory.kept) == (4 * numel * held, 0)
 
 
 def test_granularity_is_read_and_written() -> None:

@@ -11,6 +11,7 @@ from math import prod
 
 from sharding.planning.negotiation import BucketPlan, negotiate
 from vfsdp_optim.capacity.matrix_work import Block, MatrixWork, matrix_work
+from vfsdp_optim.capacity.optimizers import DEVICES
 from vfsdp_optim.capacity.parallelism import DividedBucket, DividedModel
 from vfsdp_optim.capacity.shapes import ITEMSIZE
 from vfsdp_optim.capacity.step_buffers import (
@@ -206,7 +207,8 @@ def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: No
     states = tuple(a + b for a, b in zip(cut, of_units, strict=True))
     exchange = _exchange_by_rank(model, planned, works, setup)
     root, blocks = _in_order(model, planned, buffers)
-    reductions = reduction_memory(root, [b for layer in blocks for b in layer])
+    device_type = DEVICES[setup.backend].type
+    reductions = reduction_memory(root, [b for layer in blocks for b in layer], device_type)
     parameters, gradients = (
         sum(b.count * getattr(buffers[b.name], key) for b in planned)
         for key in ("shard", "shard_grad")

@@ -175,7 +175,7 @@ class ReductionMemory:
 
 
 def reduction_memory(
-    root: BucketBuffers | None, blocks: Sequence[BucketBuffers]
+    root: BucketBuffers | None, blocks: Sequence[BucketBuffers], device_type: str
 ) -> ReductionMemory:
     """Return the memory of the reductions of a step.
 
@@ -185,8 +185,9 @@ def reduction_memory(
     Args:
         root: The root's bucket.
         blocks: All others in forward order, equal ones repeated.
+        device_type: Where the step runs.
     """
-    lender = _Lender()
+    lender = _Lender(device_type)
     for _ in range(3):  # what a step finds depends on the one before
         lender.peak = lender.held
         in_flight = ReductionsInFlight()
@@ -196,14 +197,16 @@ def reduction_memory(
         if last is not None:
             in_flight.start(last, order=0)
         in_flight.finish()
+        lender.end_backward()
     return ReductionMemory(lender.peak, lender.held)
 
 
 class _Lender:
     """A `Workspace` on the meta device, and the bytes that are alive."""
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str) -> None:
         self._workspace = Workspace()
+        self._device_type = device_type
         self._lent = 0
         self.peak = 0
 
@@ -222,6 +225,10 @@ class _Lender:
         self._lent -= sum(tensor.nbytes for tensor in tensors)
         self._workspace.give_back(tensors)
 
+    def end_backward(self) -> None:
+        """Free what the device's workspace does not keep."""
+        self._workspace.release(self._device_type)
+
 
 class _Reducing:
     """A bucket in backward: borrows its slots, then what `Bucket` borrows for its reductions."""
@@ -230,6 +237,7 @@ class _Reducing:
         self._lender, self._reductions = lender, buffers.reductions
         self._averages = True
         self._borrowed = [lender.borrow(each.numel, each.dtype) for each in self._reductions]
+        self.slot_bytes = sum(each.numel * each.dtype.itemsize for each in self._reductions)
 
     def reduce_grads(self, order: int) -> None:
         """Borrow receive buffers."""

@@ -32,8 +32,8 @@ _CHUNK = 1 << 19
 _COPIED_CHUNK = 1 << 18
 # The same on other devices: some working memory, long kernels.
 _DEVICE_CHUNK = 1 << 22
-# Elements of a run whose old values are kept until a device has decided between old and new.
-_KEPT_CHUNK = 1 << 24
+# The same where nothing is decoded: working memory of 64 MiB a tensor, however long the shard is.
+_LONG_CHUNK = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def piece_numel(
     elif copied:
         size = _DEVICE_CHUNK
     else:
-        size = _KEPT_CHUNK if kept else numel
+        size = _LONG_CHUNK
     if numel <= size:
         return numel
     size = -(-numel // -(-numel // size))  # all alike: a call on a short rest costs as much
