@@ -38,6 +38,7 @@ from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
 
 _KELLER = COEFFICIENTS["keller"][0]
+LR_SCALES = (None, "original", "match_rms_adamw", "spectral_norm")
 
 
 class MuonAlgorithm(MatrixAlgorithm):
@@ -61,10 +62,9 @@ class MuonAlgorithm(MatrixAlgorithm):
         """Check ranges as torch does, the matrix pattern and the coefficients."""
         check_at_least_zero(group, where, ("lr", "weight_decay", "momentum", "eps"))
         check_switches(group, where, ("nesterov",))
-        if group["adjust_lr_fn"] not in (None, "original", "match_rms_adamw"):
+        if group["adjust_lr_fn"] not in LR_SCALES:
             raise ValueError(
-                f"{where}: adjust_lr_fn: expected None, 'original' or 'match_rms_adamw', got "
-                f"{group['adjust_lr_fn']!r}"
+                f"{where}: adjust_lr_fn: expected one of {LR_SCALES}, got {group['adjust_lr_fn']!r}"
             )
         ns_dtype = group["ns_dtype"]
         if ns_dtype is not None and not (
@@ -176,7 +176,8 @@ class Muon(MatrixOptimizer):
             1e9 by a power of two; so it matters to zero gradients alone.
         ns_steps: Newton-Schulz steps.
         adjust_lr_fn: "original" (None): lr * sqrt(max(1, rows / cols)); "match_rms_adamw":
-            lr * 0.2 * sqrt(max(rows, cols)); of the logical matrix, never of a shard.
+            lr * 0.2 * sqrt(max(rows, cols)); "spectral_norm", as dion calls it: lr *
+            sqrt(rows / cols). Of the logical matrix, never of a shard.
         ns_algorithm: "standard", or "gram": iterate on the Gram matrix of the short side, for about
             0.6 of the work where sides are 4 : 1; other roundings, the same polynomials.
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
@@ -266,8 +267,11 @@ def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     """Return what the learning rate of a (rows, cols) matrix is multiplied by.
 
     "original" is Keller Jordan's; "match_rms_adamw" gives updates the RMS of AdamW's
-    (arXiv:2502.16982, section 2.2).
+    (arXiv:2502.16982, section 2.2); "spectral_norm" brings the RMS of outputs to that of inputs
+    (arXiv:2310.17813).
     """
+    if adjust_lr_fn == "spectral_norm":
+        return math.sqrt(rows / cols)
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1, rows / cols))
