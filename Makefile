@@ -38,7 +38,7 @@ format: setup
 lint: setup ## ruff
 	$(python) -m ruff check .
 
-types: setup ## mypy on both packages
+types: setup ## mypy on both packages and on a user's script
 	$(python) -m mypy
 
 fmt: setup ## format and repair what ruff can

@@ -224,7 +224,8 @@ def named_twice(sources: dict[str, str]) -> list[str]:
             places.setdefault(f"{stem}.py", []).append(file)
         tree = ast.parse(source)
         names = [n.name.lstrip("_") for n in ast.walk(tree) if isinstance(n, ast.ClassDef)]
-        names += [n.name for n in tree.body if isinstance(n, ast.FunctionDef)]
+        # Once, however many overloads it has.
+        names += {n.name for n in tree.body if isinstance(n, ast.FunctionDef)}
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             names += [t.id for t in targets if isinstance(t, ast.Name) and t.id[0].isupper()]

@@ -16,6 +16,8 @@ from vfsdp_optim.qk_clip import QKHeads
 from vfsdp_optim.shampoo import Shampoo
 from vfsdp_optim.soap import SOAP
 
+__version__ = "0.1.0"
+
 __all__ = [
     "SOAP",
     "AdamW",

@@ -11,7 +11,9 @@ from torch.optim.optimizer import ParamsT
 from vfsdp_optim.adamw_update import AdamWUpdate, update_fused
 from vfsdp_optim.algorithm import (
     Algorithm,
+    OnNonfinite,
     Precision,
+    StatesName,
     check_at_least_zero,
     check_betas,
     check_state_dtype,
@@ -153,8 +155,8 @@ class AdamW(StructuredOptimizer):
         differentiable: bool = False,
         fused: bool | None = None,
         state_dtype: torch.dtype | None = None,
-        states: str | Precision = "32bit",
-        on_nonfinite: str = "ignore",
+        states: StatesName | Precision = "32bit",
+        on_nonfinite: OnNonfinite = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         algorithm = AdamWAlgorithm(**hyper_parameters(locals()))

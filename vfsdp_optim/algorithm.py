@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cache, lru_cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from vfsdp_optim.states.scratch import Scratch
     from vfsdp_optim.step.group_runs import StepRuns
     from vfsdp_optim.step.runs import Run
+
+StatesName = Literal["32bit", "8bit"]
+OnNonfinite = Literal["ignore", "skip", "raise"]
 
 # Keys that torch, its schedulers and its checkpoints put into groups; no algorithm of ours reads
 # them.
@@ -68,9 +71,9 @@ class Precision:
         ('head.weight',)
     """
 
-    states: str = "32bit"
+    states: StatesName = "32bit"
     keep_32bit: Iterable[str] = ()
-    unaligned: str = "raise"
+    unaligned: Literal["raise", "local_blocks"] = "raise"
     master_weights: bool = False
     stochastic_rounding: bool = False
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch.optim.optimizer import ParamsT
 from sharding.planning.structure import FullMatrix
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
+    OnNonfinite,
     Precision,
+    StatesName,
     UnitContext,
     check_at_least_zero,
     check_is_matrix,
@@ -38,7 +40,8 @@ from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
 
 _KELLER = COEFFICIENTS["keller"][0]
-LR_SCALES = (None, "original", "match_rms_adamw", "spectral_norm")
+LrScale = Literal["original", "match_rms_adamw", "spectral_norm"]
+LR_SCALES = (None, *get_args(LrScale))
 
 
 class MuonAlgorithm(MatrixAlgorithm):
@@ -219,14 +222,14 @@ class Muon(MatrixOptimizer):
         ns_coefficients: str | Coefficients | Sequence[Coefficients] = _KELLER,
         eps: float = 1e-7,
         ns_steps: int = 5,
-        adjust_lr_fn: str | None = None,
+        adjust_lr_fn: LrScale | None = None,
         *,
-        ns_algorithm: str = "standard",
+        ns_algorithm: Literal["standard", "gram"] = "standard",
         ns_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype | None = None,
-        states: str | Precision = "32bit",
+        states: StatesName | Precision = "32bit",
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
-        on_nonfinite: str = "ignore",
+        on_nonfinite: OnNonfinite = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(MuonAlgorithm, locals())

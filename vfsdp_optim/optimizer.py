@@ -15,7 +15,7 @@ from torch.optim.optimizer import ParamsT
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.proofs import record_update
 from sharding.planning.structure import Demand
-from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, chosen_algorithm, spread
+from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, OnNonfinite, chosen_algorithm, spread
 from vfsdp_optim.checkpoint.conversion import converted
 from vfsdp_optim.checkpoint.saved import Checkpoint, packed
 from vfsdp_optim.checkpoint.values import agreed, recast
@@ -74,7 +74,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         algorithm: Algorithm,
         *others: Algorithm,
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
-        on_nonfinite: str = "ignore",
+        on_nonfinite: OnNonfinite = "ignore",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if not isinstance(max_exchange_bytes, int) or max_exchange_bytes < 1:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -12,6 +12,7 @@ from torch.optim.optimizer import ParamsT
 from sharding.planning.structure import Unit
 from vfsdp_optim.algorithm import (
     Precision,
+    StatesName,
     UnitContext,
     UnitState,
     constructor_defaults,
@@ -212,9 +213,9 @@ class SOAP(MatrixOptimizer):
         block_size: BlockSize = None,
         max_dim: int = 10000,
         precondition_frequency: int = 10,
-        states: str | Precision = "32bit",
+        states: StatesName | Precision = "32bit",
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
-        on_nonfinite: str = "raise",
+        on_nonfinite: Literal["skip", "raise"] = "raise",
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         refuse_ignore(on_nonfinite)

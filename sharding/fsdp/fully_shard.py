@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from sharding.fsdp.arguments import (
 )
 from sharding.fsdp.beginnings import Beginnings
 from sharding.fsdp.bucket import Bucket
-from sharding.fsdp.fsdp_module import become_fsdp
+from sharding.fsdp.fsdp_module import FSDPModule, become_fsdp
 from sharding.fsdp.given_cuts import local_of
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.module_state import ModuleState, attach_state, state_of
@@ -44,12 +44,53 @@ from sharding.planning.structure import DeclaresStructure
 from sharding.transport.axes import shard_size
 from sharding.transport.debug import checksums
 
-ModuleOrList = TypeVar("ModuleOrList", nn.Module, list[nn.Module])
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+if TYPE_CHECKING:
+
+    class ShardedModule(FSDPModule, nn.Module):
+        """What becomes of a module, whose own class stays in it: for type checkers only."""
+
+
+@overload
+def fully_shard(
+    module: nn.Module,
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    optimizer: DeclaresStructure | None = ...,
+    structure: StructureFn | None = ...,
+    resident_padding: float = ...,
+    plan: PlanSource | None = ...,
+) -> ShardedModule: ...
+
+
+@overload
+def fully_shard(
+    module: list[ModuleT],
+    *,
+    mesh: DeviceMesh | None = ...,
+    reshard_after_forward: bool | int | None = ...,
+    shard_placement_fn: Callable[[nn.Parameter], Any] | None = ...,
+    mp_policy: MixedPrecisionPolicy = ...,
+    offload_policy: OffloadPolicy = ...,
+    ignored_params: set[nn.Parameter] | None = ...,
+    dp_mesh_dims: Any = ...,
+    optimizer: DeclaresStructure | None = ...,
+    structure: StructureFn | None = ...,
+    resident_padding: float = ...,
+    plan: PlanSource | None = ...,
+) -> list[ShardedModule]: ...
 
 
 @collector_paused()
 def fully_shard(
-    module: ModuleOrList,
+    module: Any,
     *,
     mesh: DeviceMesh | None = None,
     reshard_after_forward: bool | int | None = None,
@@ -62,7 +103,7 @@ def fully_shard(
     structure: StructureFn | None = None,
     resident_padding: float = RESIDENT_PADDING,
     plan: PlanSource | None = None,
-) -> ModuleOrList:
+) -> Any:
     """Shard the parameters of `module` over `mesh`, in place; they become one bucket.
 
     Call it on the parts of a model first (each block), then on the model: parameters that an

@@ -101,3 +101,9 @@ def test_page_names_everything_public_and_every_folder(package: Any):
     files = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
     folders = {f"{path.parent.name}/" for path in folder.glob("*/__init__.py")}
     assert set(re.findall(r"\b\w+(?:\.py\b|/)", section)) == files | folders
+
+
+def test_version_is_that_of_the_changelog():
+    newest = re.search(r"^## \[(\d.*?)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert newest is not None
+    assert vfsdp_optim.__version__ == newest[1]

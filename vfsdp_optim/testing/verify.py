@@ -34,6 +34,7 @@ from sharding.report import layout as layout_of
 from sharding.report import render_table
 from sharding.transport.backends import backend_of, main_device_type, world
 from vfsdp_optim.adamw import AdamW
+from vfsdp_optim.algorithm import StatesName
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
 from vfsdp_optim.shampoo import Shampoo
@@ -106,11 +107,11 @@ class _MuonAndAdamW:
             part.zero_grad()
 
 
-def _adamw(module: nn.Module, states: str = "32bit") -> torch.optim.Optimizer:
+def _adamw(module: nn.Module, states: StatesName = "32bit") -> torch.optim.Optimizer:
     return AdamW(module.named_parameters(), lr=1e-3, states=states)
 
 
-def _muon(module: nn.Module, states: str = "32bit") -> torch.optim.Optimizer:
+def _muon(module: nn.Module, states: StatesName = "32bit") -> torch.optim.Optimizer:
     return Muon(param_groups(module, adamw=dict(lr=1e-3)), lr=0.02, states=states)
 
 
