@@ -137,10 +137,7 @@ def make_plan(
 ) -> OptimizerPlan:
     """Return the plan; `jobs_by_ranks` has one list of units for each set of ranks and
     wire dtype."""
-    rows = {
-        m.number: PlanRow(m.fqn, tuple(m.param.shape), a, states=_states(m))
-        for m, a in zip(members, algorithms, strict=True)
-    }
+    rows: dict[int, PlanRow] = {}
     loads: list[int] = []
     kept: list[int] = []
     waves = slowest = largest = 0
@@ -153,14 +150,23 @@ def make_plan(
         kept += [0] * (plan.world_size - len(kept))
         for rank, load in enumerate(plan.loads):
             loads[rank] += load
+        state_bytes = [job.state_bytes for job in jobs]
         units: dict[int, list[int]] = {}
-        for i, job in enumerate(jobs):
-            kept[plan.owners[i]] += job.state_bytes
+        for i, (job, owner) in enumerate(zip(jobs, plan.owners, strict=True)):
+            kept[owner] += state_bytes[i]
             units.setdefault(job.member.number, []).append(i)
+        kinds: dict[object, _Kind] = {}
         for number, indices in units.items():
-            rows[number] = _row(jobs, plan, indices)
+            of_member = [jobs[i] for i in indices]
+            member = of_member[0].member
+            key = member.group, member.param.shape, member.param.device
+            kind = kinds.get(key) or kinds.setdefault(key, _Kind.of(of_member))
+            rows[number] = _row(member, kind, plan, indices, sum(state_bytes[i] for i in indices))
     total = sum(loads)
-    ordered = tuple(rows[m.number] for m in members)
+    ordered = tuple(
+        rows.get(m.number) or PlanRow(m.fqn, tuple(m.param.shape), a, states=_states(m))
+        for m, a in zip(members, algorithms, strict=True)
+    )
     if not total:
         return OptimizerPlan(ordered, (), waves, unit_state_bytes=tuple(kept))
     mean = total / len(loads)
@@ -168,38 +174,61 @@ def make_plan(
     return OptimizerPlan(ordered, shares, waves, slowest / mean, largest / mean, tuple(kept))
 
 
-def _row(jobs: Sequence[Job], plan: OwnerPlan, indices: Sequence[int]) -> PlanRow:
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    """What the rows of parameters of one group, shape and device have in common."""
+
+    algorithm: str
+    matrices: str
+    scale: float | None
+    itemsize: int
+
+    @staticmethod
+    def of(jobs: Sequence[Job]) -> "_Kind":
+        """Return the kind of the parameter that has these units, all of them."""
+        first = jobs[0]
+        scales = {job.scale for job in jobs}
+        return _Kind(
+            first.algorithm.name,
+            _matrices(jobs),
+            scales.pop() if len(scales) == 1 else None,
+            first.algorithm.wire_dtype(first.group, first.member.param.device).itemsize,
+        )
+
+
+def _row(
+    member: Member, kind: _Kind, plan: OwnerPlan, indices: Sequence[int], state_bytes: int
+) -> PlanRow:
     """Return the row of the parameter whose units are `indices`."""
-    first = jobs[indices[0]]
-    itemsize = first.algorithm.wire_dtype(first.group, first.member.param.device).itemsize
-    moved = saved = 0
+    moved = saved = resident = 0
     for i in indices:
         unit, owner = plan.units[i], plan.owners[i]
-        if plan.is_resident(i):
+        if unit.stays(owner):
+            resident += 1
             saved += 2 * (unit.numel - unit.numel // plan.world_size)
         else:
             moved += unit.gathered(owner) + unit.returned(owner)
-    resident = sum(map(plan.is_resident, indices))
-    scales = {jobs[i].scale for i in indices}
     return PlanRow(
-        fqn=first.member.fqn,
-        shape=tuple(first.member.param.shape),
-        algorithm=first.algorithm.name,
-        matrices=_matrices([jobs[i] for i in indices]),
+        fqn=member.fqn,
+        shape=tuple(member.param.shape),
+        algorithm=kind.algorithm,
+        matrices=kind.matrices,
         resident=resident,
         owned=len(indices) - resident,
         owners=tuple(sorted({plan.owners[i] for i in indices})),
-        scale=scales.pop() if len(scales) == 1 else None,
-        moved_bytes=moved * itemsize,
-        saved_bytes=saved * itemsize,
-        states=_states(first.member),
-        unit_state_bytes=sum(jobs[i].state_bytes for i in indices),
+        scale=kind.scale,
+        moved_bytes=moved * kind.itemsize,
+        saved_bytes=saved * kind.itemsize,
+        states=_states(member),
+        unit_state_bytes=state_bytes,
     )
 
 
 def _states(member: Member) -> str:
-    names = {state_format.name for state_format in member.formats.values()}
-    return "8bit" if "8bit" in names else "32bit"
+    for state_format in member.formats.values():
+        if state_format.name == "8bit":
+            return "8bit"
+    return "32bit"
 
 
 def _matrices(jobs: Sequence[Job]) -> str:

@@ -97,8 +97,12 @@ class HeldUnit:
 
     def held_by(self, rank: int) -> int:
         """Return how many elements of the unit `rank` holds."""
-        shard = rank if self.grid is None else self.grid.coordinates(rank)[1]
-        return next((held for holder, held in self.holders if holder == shard), 0)
+        grid = self.grid
+        shard = rank if grid is None else rank // grid.stride % grid.shards
+        for holder, held in self.holders:  # a loop: this is asked for every unit of a model
+            if holder == shard:
+                return held
+        return 0
 
     def pieces(self, replica: int = 0) -> tuple[tuple[int, int, int], ...]:
         """Return (rank, start, stop) of what each holder of a copy has, within the unit."""

@@ -344,4 +344,5 @@ def _moved_numel(units: tuple[HeldUnit, ...], owners: tuple[int, ...]) -> int:
     return sum(
         unit.gathered(owner) + unit.returned(owner)
         for unit, owner in zip(units, owners, strict=True)
+        if not unit.stays(owner)
     )

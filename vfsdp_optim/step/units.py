@@ -303,14 +303,18 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
     two_ways = any(_copies(job.member.shard) > 1 for job in jobs)
     units: list[HeldUnit] = []
     previous, slot_numel = None, 1
+    checked: set[object] = set()  # equal parameters of a group are checked once
     for job in jobs:
         unit, shard = job.unit, job.member.shard
         if job.member is not previous:
-            previous = job.member
-            wire = job.algorithm.wire_dtype(job.group, job.member.param.device)
-            fqn = job.member.fqn
-            check_exchange(shard, fqn, job.structure, wire, max_exchange_bytes, two_ways=two_ways)
-            slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
+            previous, param = job.member, job.member.param
+            kind = job.member.group, param.shape, param.device, shard.ranks is None, shard.grid
+            if kind not in checked:
+                checked.add(kind)
+                wire = job.algorithm.wire_dtype(job.group, param.device)
+                limits = wire, max_exchange_bytes
+                check_exchange(shard, previous.fqn, job.structure, *limits, two_ways=two_ways)
+                slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
         if shard.ranks is None:  # never travels
             slot_numel = max(slot_numel, unit.numel)
         parts = held_parts(shard.runs, unit.start, unit.start + unit.numel)
