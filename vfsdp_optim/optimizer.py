@@ -179,9 +179,12 @@ class StructuredOptimizer(torch.optim.Optimizer):
         Raises:
             RuntimeError: a parameter has been stepped; its state belongs to the old layout.
         """
-        found = {old: self._places.find(self.param_groups, old) for old in sharded}
-        places = {old: place for old, place in found.items() if place is not None}
-        for param, (g, i) in places.items():
+        found = [
+            (old, new, self._places.find(self.param_groups, old)) for old, new in sharded.items()
+        ]
+        moves = [(old, new, *place) for old, new, place in found if place is not None]
+        # Looked up only where there is one: to hash a tensor is Python.
+        for param, _, g, i in moves if self._states else ():
             state = self._states.get(param, {})
             if any(bool(local_tensor(value).any()) for value in state.values()):
                 _, fqn = list(named(self.param_groups[g], f"group {g}"))[i]
@@ -189,10 +192,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
                     f"{fqn} has optimizer state already and cannot be replaced; call "
                     "fully_shard before the first step, or build the optimizer after it"
                 )
-        for param, (g, i) in places.items():
-            self._states.pop(param, None)
-            self.param_groups[g]["params"][i] = sharded[param]
-            self._places.note(sharded[param], (g, i))
+        for param, new, g, i in moves:
+            if self._states:
+                self._states.pop(param, None)
+            self.param_groups[g]["params"][i] = new
+            self._places.note(new, (g, i))
         self._working_set = None
 
     @property

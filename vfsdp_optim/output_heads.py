@@ -27,7 +27,10 @@ class Use:
 
     def is_weight(self, *types: type[nn.Module]) -> bool:
         """Return whether it is the weight of a module of one of these types."""
-        return any(isinstance(m, types) and name == "weight" for _, name, m in self.modules)
+        for _, name, module in self.modules:
+            if name == "weight" and isinstance(module, types):
+                return True
+        return False
 
 
 def uses_of(model: nn.Module) -> list[Use]:
@@ -37,10 +40,12 @@ def uses_of(model: nn.Module) -> list[Use]:
     uses = {id(p): Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
     modules = dict(model.named_modules())
     # Asked of the model: modules below may hold the gathered forms of what it has.
-    for path, param in model.named_parameters(remove_duplicate=False):
-        holder, _, name = path.rpartition(".")
+    held = list(model.named_parameters(remove_duplicate=False))
+    places = [path.rpartition(".") for path, _ in held]
+    plain = plain_names([holder for holder, _, _ in places])
+    for (_, param), (holder, _, name), path in zip(held, places, plain, strict=True):
         if holder in modules:  # else another path to a module that is there already
-            uses[id(param)].modules.append((plain_names([holder])[0], name, modules[holder]))
+            uses[id(param)].modules.append((path, name, modules[holder]))
     return list(uses.values())
 
 
@@ -55,7 +60,9 @@ class RepeatedBlocks:
     def __init__(self, model: nn.Module, uses: list[Use]) -> None:
         """See the class."""
         # By plain paths: what is inside a wrapper comes later, and counts.
-        modules = {plain_names([path])[0]: module for path, module in model.named_modules()}
+        named = list(model.named_modules())
+        paths = plain_names([path for path, _ in named])
+        modules = {path: module for path, (_, module) in zip(paths, named, strict=True)}
         self._in_lists: set[tuple[str, str]] = set()  # (container, number)
         for path, module in modules.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict):
@@ -126,6 +133,8 @@ def output_heads(model: nn.Module, uses: list[Use], chosen: Mapping[str, str | N
     """
     linear = [use for use in uses if use.is_weight(nn.Linear)]
     tables = [use for use in uses if use.is_weight(*EMBEDDINGS)]
+    if not tables:
+        return set()
     widths = {use.param.shape[1] for use in (*linear, *tables)}
     blocks = RepeatedBlocks(model, uses)
     heads: set[str] = set()

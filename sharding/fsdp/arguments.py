@@ -7,7 +7,7 @@ so that all of them raise.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,7 @@ def parameter_sites(
     visited: set[nn.Module] = set()
     for i, module in enumerate(modules):
         prefix = f"{i}." if len(modules) > 1 else ""
-        for module_name, part in modules_of_this_call(module, module):
+        for module_name, part in modules_of_this_call(module):
             if part in visited:
                 continue
             visited.add(part)
@@ -221,15 +221,18 @@ def parameter_sites(
     return {names[parameter]: held for parameter, held in sites.items()}
 
 
-def modules_of_this_call(
-    module: nn.Module, root: nn.Module, name: str = ""
-) -> Iterable[tuple[str, nn.Module]]:
-    """Return `module` and what is below it, without what an earlier `fully_shard` call took."""
-    if module is not root and state_of(module) is not None:
-        return
-    yield name, module
-    for child_name, child in module.named_children():
-        yield from modules_of_this_call(child, root, f"{name}.{child_name}" if name else child_name)
+def modules_of_this_call(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield `root` and what is below it, by name and in the order of the modules, without what an
+    earlier `fully_shard` call took."""
+    waiting = [("", root)]  # a stack, because recursion costs as much again as the visit
+    while waiting:
+        name, module = waiting.pop()
+        if module is not root and state_of(module) is not None:
+            continue
+        yield name, module
+        prefix = f"{name}." if name else ""
+        children = list(module.named_children()) if module._modules else []
+        waiting += [(prefix + child_name, child) for child_name, child in reversed(children)]
 
 
 def parameter_at(site: Site) -> nn.Parameter:

@@ -222,7 +222,7 @@ def _make_bucket(
 def _move_buffers(modules: Sequence[nn.Module], device: torch.device) -> None:
     """Do as torch's: buffers of the modules of this call go to the mesh's device."""
     for module in modules:
-        for _, part in modules_of_this_call(module, module):
+        for _, part in modules_of_this_call(module):
             for buffer in part._buffers.values():
                 if buffer is not None and buffer.device.type not in ("meta", device.type):
                     buffer.data = buffer.to(device)

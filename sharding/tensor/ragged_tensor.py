@@ -106,7 +106,7 @@ class RaggedDTensor(GradientHooks):
             ValueError: The placement does not fit shape or mesh, or `local` is not the piece that
                 this rank holds.
         """
-        spec, numel = shared_spec(id(mesh), mesh, placement, tuple(shape), local.dtype)
+        spec, numel = shared_spec(mesh, placement, tuple(shape), local.dtype)
         if local.shape != (numel,) or not local.is_contiguous() or local.requires_grad:
             raise ValueError(
                 f"expected a contiguous tensor of {numel} elements that does not require grad as "
