@@ -40,12 +40,10 @@ def uses_of(model: nn.Module) -> list[Use]:
     uses = {id(p): Use(p, name) for name, (_, p) in zip(names, named, strict=True)}
     modules = dict(model.named_modules())
     # Asked of the model: modules below may hold the gathered forms of what it has.
-    held = list(model.named_parameters(remove_duplicate=False))
-    places = [path.rpartition(".") for path, _ in held]
-    plain = plain_names([holder for holder, _, _ in places])
-    for (_, param), (holder, _, name), path in zip(held, places, plain, strict=True):
+    for path, param in model.named_parameters(remove_duplicate=False):
+        holder, _, name = path.rpartition(".")
         if holder in modules:  # else another path to a module that is there already
-            uses[id(param)].modules.append((path, name, modules[holder]))
+            uses[id(param)].modules.append((plain_names([holder])[0], name, modules[holder]))
     return list(uses.values())
 
 
@@ -60,9 +58,7 @@ class RepeatedBlocks:
     def __init__(self, model: nn.Module, uses: list[Use]) -> None:
         """See the class."""
         # By plain paths: what is inside a wrapper comes later, and counts.
-        named = list(model.named_modules())
-        paths = plain_names([path for path, _ in named])
-        modules = {path: module for path, (_, module) in zip(paths, named, strict=True)}
+        modules = {plain_names([path])[0]: module for path, module in model.named_modules()}
         self._in_lists: set[tuple[str, str]] = set()  # (container, number)
         for path, module in modules.items():
             if isinstance(module, nn.ModuleList | nn.ModuleDict):

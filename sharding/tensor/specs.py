@@ -16,7 +16,6 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from sharding.tensor.placement import RaggedShard
 from sharding.transport.axes import placements_on, shard_rank, shard_size
 
-
 _Key = tuple[int, RaggedShard, tuple[int, ...], torch.dtype]
 # By id of the mesh, as of equal meshes one may have groups that were destroyed. An entry lives as
 # long as a tensor has the spec, which holds the mesh: until then no other mesh has its id.

@@ -1,9 +1,11 @@
 """RaggedDTensor as parameter, gradient and optimizer state; moves between layouts. Gloo ranks."""
 
 import copy
+import gc
 import io
 import itertools
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.profiler import ProfilerActivity, profile
 
 from ranks import distributed_examples, on_ranks, run_ranks
+from sharding.tensor import specs
 from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from small_models import full
@@ -432,3 +435,23 @@ def transposed_penalty() -> bool:
     assert x.grad.placement == x.placement
     torch.testing.assert_close(x.grad.full_tensor(), full.grad)
     return True
+
+
+@on_ranks(2)
+def test_record_of_a_layout_is_shared_and_goes_with_the_last_tensor_that_has_it() -> None:
+    # It holds the mesh, and with it process groups that a user has destroyed.
+    mesh = mesh_of(2)
+    placement = RaggedShard((0, 1), (7, 7), 1)
+
+    def made() -> RaggedDTensor:
+        return RaggedDTensor.from_local(torch.zeros(7), mesh, placement, (14, 1))
+
+    first, second = made(), made()
+    assert first._spec is second._spec
+    seen, known = weakref.ref(first._spec), len(specs._known)
+    del first
+    assert made()._spec is second._spec
+    del second
+    gc.collect()
+    assert seen() is None
+    assert len(specs._known) == known - 1
