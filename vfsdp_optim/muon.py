@@ -9,13 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from sharding.planning.structure import FullMatrix
+from sharding.planning.structure import FullMatrix, Unit
 from vfsdp_optim.algorithm import (
     MatrixAlgorithm,
     OnNonfinite,
     Precision,
     StatesName,
     UnitContext,
+    UnitState,
     check_at_least_zero,
     check_is_matrix,
     check_matrices,
@@ -39,6 +40,9 @@ from vfsdp_optim.qk_clip import QKHeads, clip
 from vfsdp_optim.states.scratch import Scratch
 from vfsdp_optim.step.runs import Run
 
+# Of NorMuon, arXiv:2510.05491, algorithm 1: decay of averages, and what is added to their roots.
+_BETA2 = 0.95
+_ROW_EPS = 1e-8
 _KELLER = COEFFICIENTS["keller"][0]
 LrScale = Literal["original", "match_rms_adamw", "spectral_norm"]
 LR_SCALES = (None, *get_args(LrScale))
@@ -48,7 +52,14 @@ class MuonAlgorithm(MatrixAlgorithm):
     """The update rule of `Muon`. With ns_dtype=torch.bfloat16 bitwise equal to torch.optim.Muon."""
 
     name = "muon"
-    structural_keys = ("matrices", "ns_coefficients", "ns_steps", "ns_algorithm", "ns_dtype")
+    structural_keys = (
+        "matrices",
+        "ns_coefficients",
+        "ns_steps",
+        "ns_algorithm",
+        "ns_dtype",
+        "variant",
+    )
     as_torch: ClassVar[Mapping[str, Any]] = {
         **MatrixAlgorithm.as_torch,
         "algorithm": "muon",
@@ -56,10 +67,14 @@ class MuonAlgorithm(MatrixAlgorithm):
         "ns_algorithm": "standard",
         "ns_dtype": None,
         "state_dtype": None,
+        "variant": None,
+        "beta2": _BETA2,
     }
 
     def __init__(self, **overrides: Any) -> None:
-        super().__init__(**{**constructor_defaults(Muon), "matrices": None, **overrides})
+        super().__init__(
+            **{**constructor_defaults(Muon), "matrices": None, "beta2": _BETA2, **overrides}
+        )
 
     def check_group(self, group: dict[str, Any], where: str) -> None:
         """Check ranges as torch does, the matrix pattern and the coefficients."""
@@ -69,6 +84,13 @@ class MuonAlgorithm(MatrixAlgorithm):
             raise ValueError(
                 f"{where}: adjust_lr_fn: expected one of {LR_SCALES}, got {group['adjust_lr_fn']!r}"
             )
+        if group["variant"] not in (None, "normuon"):
+            raise ValueError(
+                f"{where}: variant: expected None or 'normuon', got {group['variant']!r}"
+            )
+        beta2 = group["beta2"]
+        if not isinstance(beta2, int | float) or not 0 <= beta2 < 1:
+            raise ValueError(f"{where}: beta2: expected 0 <= beta2 < 1, got {beta2!r}")
         ns_dtype = group["ns_dtype"]
         if ns_dtype is not None and not (
             isinstance(ns_dtype, torch.dtype) and ns_dtype.is_floating_point
@@ -92,6 +114,12 @@ class MuonAlgorithm(MatrixAlgorithm):
     def state_keys(self, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the momentum."""
         return ("momentum_buffer",)
+
+    def unit_states(self, group: dict[str, Any], unit: Unit) -> dict[str, UnitState]:
+        """Return what NorMuon keeps: the running average of squares in each row of the update."""
+        if group["variant"] is None:
+            return {}
+        return {"row_exp_avg_sq": UnitState((unit.rows,), nonnegative=True)}
 
     def structure(self, group: dict[str, Any], shape: torch.Size) -> FullMatrix:
         """Return where the matrices of a parameter are."""
@@ -126,8 +154,8 @@ class MuonAlgorithm(MatrixAlgorithm):
     def matrix_update(
         self, group: dict[str, Any], matrix: Tensor, context: UnitContext, scratch: Scratch
     ) -> Tensor:
-        """Return the orthogonalized matrix."""
-        return orthogonalize(
+        """Return the orthogonalized matrix, by NorMuon with rows of like size."""
+        update = orthogonalize(
             matrix,
             coefficients=group["ns_coefficients"],
             steps=group["ns_steps"],
@@ -136,6 +164,9 @@ class MuonAlgorithm(MatrixAlgorithm):
             dtype=group["ns_dtype"] or matrix.dtype,  # which is that of `wire_dtype`
             take=scratch.take,
         )
+        if group["variant"] is None:
+            return update
+        return _equalize_rows(update, context.states["row_exp_avg_sq"], group["beta2"], scratch)
 
     def factor(self, group: dict[str, Any], rows: int, cols: int) -> float:
         """Return the negative learning rate, scaled for the shape of the matrix."""
@@ -184,6 +215,9 @@ class Muon(MatrixOptimizer):
         ns_algorithm: "standard", or "gram": iterate on the Gram matrix of the short side, for about
             0.6 of the work where sides are 4 : 1; other roundings, the same polynomials.
         ns_dtype: dtype of Newton-Schulz; None is bfloat16 on CUDA and float32 elsewhere.
+        variant: "normuon" divides each row of an orthogonalized matrix by the root of the running
+            average of its mean squares, and gives the whole matrix its length back; one number a
+            row, on the rank that computes the matrix. The decay is the group key `beta2`, 0.95.
         state_dtype: dtype of the momentum; None is the parameter's, as in torch, or fp32 where one
             of the next arguments is used.
         states: "32bit", "8bit" (the states of large matrices as 8-bit codes, a quarter of the
@@ -209,7 +243,7 @@ class Muon(MatrixOptimizer):
 
     References:
         Jordan 2024, https://kellerjordan.github.io/posts/muon/ ; Liu et al. 2025, arXiv:2502.16982
-        (match_rms_adamw).
+        (match_rms_adamw); Li et al. 2025, arXiv:2510.05491 (NorMuon).
     """
 
     def __init__(
@@ -226,6 +260,7 @@ class Muon(MatrixOptimizer):
         *,
         ns_algorithm: Literal["standard", "gram"] = "standard",
         ns_dtype: torch.dtype | None = None,
+        variant: str | None = None,
         state_dtype: torch.dtype | None = None,
         states: StatesName | Precision = "32bit",
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
@@ -278,6 +313,24 @@ def shape_scale(adjust_lr_fn: str | None, rows: int, cols: int) -> float:
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
     return math.sqrt(max(1, rows / cols))
+
+
+def _equalize_rows(update: Tensor, averages: Tensor, beta2: float, scratch: Scratch) -> Tensor:
+    """Return an update (m, n) with its rows divided by the roots of `averages` (m,), which are
+    updated first, and with the norm it had.
+
+    The paper gives it a fixed RMS of 0.2; its own norm leaves `adjust_lr_fn` the choice.
+    """
+    wide = update
+    if update.dtype.itemsize < 4:
+        wide = scratch.take(update.numel(), torch.float32, update.device, "normuon")
+        wide = wide.view(update.shape).copy_(update)
+    squares = torch.linalg.vector_norm(wide, dim=1).square_()  # (m,)
+    norm = squares.sum().sqrt_()
+    averages.lerp_(squares.div_(wide.size(1)).to(averages.dtype), 1 - float(beta2))
+    wide.div_(averages.sqrt().add_(_ROW_EPS).unsqueeze(1).to(wide.dtype))
+    smallest = torch.finfo(wide.dtype).tiny  # of zeros, which stay zeros
+    return wide.mul_(norm / torch.linalg.vector_norm(wide).clamp_(min=smallest))
 
 
 def _newton_schulz_dtype(group: dict[str, Any], device: torch.device) -> torch.dtype:

@@ -80,6 +80,7 @@ OPTIMIZERS = {
         ns_algorithm="gram",
         ns_coefficients="polar_express",
     ),
+    "normuon": partial(make_muon, variant="normuon"),
     "shampoo": make_shampoo,
     "soap": make_soap,
 }

@@ -10,6 +10,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.muon import Muon
+from vfsdp_optim.testing.oracle import reference_orthogonalize
 
 shapes_2d = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4)
 
@@ -144,6 +145,9 @@ def test_adamw_group_takes_adamws_defaults_and_not_muons():
         ({"shape": (3, 4), "adjust_lr_fn": "spectral"}, "'spectral'"),
         ({"shape": (3, 4), "ns_steps": 100}, "param group 0: ns_steps.*100"),
         ({"shape": (3, 4), "ns_coefficients": "quintic", "ns_steps": 4}, "ns_steps=5"),
+        ({"shape": (3, 4), "variant": "nor"}, "param group 0: variant: expected None or 'normuon'"),
+        ({"shape": (3, 4), "beta2": 1.0}, "param group 0: beta2: expected 0 <= beta2 < 1, got 1.0"),
+        ({"shape": (3, 4), "ns_algorithm": "fast"}, "param group 0: ns_algorithm: expected one of"),
         ({"shape": (3, 4), "ns_dtype": torch.int8}, "ns_dtype.*torch.int8"),
     ],
 )
@@ -151,6 +155,34 @@ def test_group_that_muon_cannot_treat_is_an_error_that_names_it(group, fact):
     p = nn.Parameter(torch.zeros(group.pop("shape")))
     with pytest.raises(ValueError, match=fact):
         Muon([{"params": [("w", p)], **group}])
+
+
+@pytest.mark.parametrize("shape", [(4, 9), (9, 4)])
+def test_normuon_divides_rows_by_their_averages_and_keeps_the_norm(shape):
+    # dion's takes the norm of a local shard; here rows and norm are those of the whole matrix.
+    generator = torch.Generator().manual_seed(0)
+    p = nn.Parameter(torch.zeros(shape, dtype=torch.float64))
+    optimizer = Muon(
+        [p], lr=1.0, weight_decay=0.0, nesterov=False, variant="normuon", ns_dtype=torch.float64
+    )
+    momentum, averages = torch.zeros(shape, dtype=torch.float64), torch.zeros(shape[0], 1)
+    expected = torch.zeros_like(momentum)
+    for step in range(4):
+        p.grad = torch.randn(shape, generator=generator, dtype=torch.float64)
+        if step == 0:
+            p.grad[1] *= 1e-3
+        momentum = 0.95 * momentum + 0.05 * p.grad
+        update = reference_orthogonalize(momentum)
+        averages = 0.95 * averages + 0.05 * update.square().mean(dim=1, keepdim=True)
+        rows = update / (averages.sqrt() + 1e-8)
+        expected -= max(1, shape[0] / shape[1]) ** 0.5 * rows * update.norm() / rows.norm()
+        optimizer.step()
+    # averages are float32
+    torch.testing.assert_close(p.detach(), expected, rtol=1e-5, atol=1e-6)
+    zero = nn.Parameter(torch.ones(shape))
+    zero.grad = torch.zeros(shape)
+    Muon([zero], weight_decay=0.0, variant="normuon").step()
+    assert torch.equal(zero.detach(), torch.ones(shape))
 
 
 def test_muon_groups_need_muon():
@@ -198,6 +230,8 @@ def test_state_dict_holds_one_momentum_or_two_moments_a_parameter():
     ("saved", "loading", "key"),
     [
         ({"ns_steps": 4}, {}, "the checkpoint has ns_steps=4, the optimizer 5"),
+        ({"variant": "normuon"}, {}, "the checkpoint has variant='normuon', the optimizer None"),
+        ({"ns_algorithm": "gram"}, {}, "the checkpoint has ns_algorithm='gram'"),
         ({"ns_coefficients": "quintic"}, {}, "the checkpoint has ns_coefficients='quintic'"),
         ({"matrices": "(h m) n -> h m n; h=2"}, {}, "the checkpoint has matrices="),
         ({"algorithm": "adamw"}, {}, ".*written by another algorithm"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from sharding.planning.structure import Unit
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
 from vfsdp_optim.states.precision import is_8bit
 from vfsdp_optim.states.scratch import Scratch
@@ -15,6 +16,8 @@ from vfsdp_optim.states.unit_states import standing_owner, unit_format, unit_vie
 from vfsdp_optim.step.member import Member
 from vfsdp_optim.step.standing_state import States, standing
 from vfsdp_optim.step.units import Job, jobs_by_ranks, plan_jobs
+
+_ANY_UNIT = Unit(start=0, numel=1, batch=1, rows=1, cols=1)
 
 
 def make_unit_states(
@@ -35,7 +38,7 @@ def make_unit_states(
         max_exchange_bytes: memory for matrices that travel.
         scratch: working memory.
     """
-    if not any(map(_keeps_states, algorithms.values())):
+    if not any(_keeps_states(algorithms[group["algorithm"]], group) for group in groups):
         return
     for jobs in jobs_by_ranks(members, groups, algorithms, scratch).values():
         pinned = [replace(job, owner=_standing_owner(job, states)) for job in jobs]
@@ -49,9 +52,9 @@ def make_unit_states(
             members[number].owners = tuple(of_units)
 
 
-def _keeps_states(algorithm: Algorithm) -> bool:
-    declared = getattr(type(algorithm), "unit_states", None)
-    return declared not in (None, MatrixAlgorithm.unit_states)
+def _keeps_states(algorithm: Algorithm, group: dict[str, Any]) -> bool:
+    # Keys are the same for all units of a group, so that any unit tells.
+    return isinstance(algorithm, MatrixAlgorithm) and bool(algorithm.unit_states(group, _ANY_UNIT))
 
 
 def _standing_owner(job: Job, states: States) -> int | None:
