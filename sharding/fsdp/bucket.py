@@ -31,7 +31,7 @@ from sharding.fsdp.parameter import (
     check_converted_as_a_whole,
     hands_gradients_to,
     placement_in,
-    prepare_accumulation,
+    prepare_reduced,
 )
 from sharding.fsdp.proofs import Proofs, UpdateLog, attach_log
 from sharding.fsdp.reduction import Reduction, ReductionWishes, Replicas
@@ -228,7 +228,6 @@ class Bucket:
                 for i in members:
                     parameter = self.parameters[i]
                     parameter.unsharded = self._make_unsharded(i, parameter.form)
-                    parameter.sharded_grad = None
         return converted
 
     def unshard(self) -> None:
@@ -482,11 +481,9 @@ class Bucket:
         buffer = self.buffers[segment]
         members = self._members[segment]
         present = [i for i in members if self.parameters[i].sharded.grad is not None]
-        reduced = buffer.reduced()
-        if present:
-            prepare_accumulation(buffer, [self.parameters[i] for i in members])
+        adds = prepare_reduced(buffer, [self.parameters[i] for i in members])
         self.wishes.show(mean, first, buffer.plan.shard_numel)
-        mean.write_into(reduced, first, accumulate=bool(present))
+        mean.write_into(buffer.reduced(), first, accumulate=adds)
         buffer.zero_grad_padding()
         self.proofs.check(buffer.proof(), reduction.numbers, self._what, self.groups, self.updates)
         for i in members:
@@ -498,3 +495,4 @@ class Bucket:
                 parameter.sharded.grad = parameter.grad_over(buffer)
                 for hook in (parameter.sharded._post_accumulate_grad_hooks or {}).values():
                     hook(parameter.sharded)
+        buffer.close_reduced()

@@ -8,8 +8,8 @@ A segment has up to four flat tensors:
 
     shard       (S,)        parameter dtype  lives as long as the bucket; the sharded parameters
                                              and the optimizer work on views of it
-    shard_grad  (S + F,)    parameter dtype  from the first reduction on; sharded `.grad`s are
-                                             views of it
+    shard_grad  (S + F,)    parameter dtype  as long as some sharded `.grad` exists: they are views
+                                             of it, and nothing else keeps it
     unsharded   (W * S,)    compute dtype    storage exists between unshard and reshard
     grad slots  (W, S + F)  reduce dtype     columns of a tensor that `GradientSlots` borrows from
                                              the `Workspace` from the first gradient of a backward
@@ -151,7 +151,8 @@ class DistributedBuffer:
         count = len(plan.tensors)
         self.slot_numel = slot_numel(plan)
         self.shard = torch.zeros(plan.shard_numel, dtype=dtype, device=device)  # (S,)
-        self.shard_grad: Tensor | None = None  # (S + F,)
+        self.shard_grad: Tensor | None = None  # (S + F,), while a reduction is written
+        self.last_reduction: object = None  # into new memory; what was made there is marked by it
         self.unsharded = torch.empty(
             plan.world_size * plan.shard_numel, dtype=compute_dtype, device=device
         )  # (W * S,)
@@ -345,10 +346,28 @@ class DistributedBuffer:
             views.append((target, source))
         return views
 
+    def open_reduced(self, view: Tensor | None) -> None:
+        """Find or make the memory of averaged gradients, which nothing keeps but views of it.
+
+        Args:
+            view: Of that of the last reduction; None for new memory.
+        """
+        if view is None:
+            self.last_reduction = object()
+            self.shard_grad = torch.empty(self.slot_numel, dtype=self.dtype, device=self.device)
+        else:
+            self.shard_grad = view.new_empty(0).set_(
+                view.untyped_storage(), 0, (self.slot_numel,), (1,)
+            )
+
+    def close_reduced(self) -> None:
+        """Leave it to the gradients that are views of it."""
+        self.shard_grad = None
+
     def reduced(self) -> Tensor:
         """Return (S + F,), the averaged gradients of this rank and the averaged seen-flags."""
         if self.shard_grad is None:
-            self.shard_grad = torch.zeros(self.slot_numel, dtype=self.dtype, device=self.device)
+            raise RuntimeError("averaged gradients are asked for before they have memory")
         return self.shard_grad
 
     def any_rank_saw(self, index: int) -> bool:

@@ -47,6 +47,9 @@ class Form(Protocol):
     def parameter(self, piece: Tensor, requires_grad: bool) -> DTensor:
         """Return the same as a parameter."""
 
+    def gradient(self, parameter: DTensor, piece: Tensor) -> DTensor:
+        """Return the gradient of the sharded parameter, over this rank's piece of it."""
+
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""
 
@@ -81,6 +84,10 @@ class RaggedForm:
         parameter: Any = self.sharded(piece).requires_grad_(requires_grad)
         parameter._is_param = True
         return cast(RaggedDTensor, parameter)
+
+    def gradient(self, parameter: DTensor, piece: Tensor) -> DTensor:
+        """Return the gradient of the sharded parameter, over this rank's piece of it."""
+        return cast(RaggedDTensor, parameter).over(piece)  # once a step: a third of `sharded`
 
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""
@@ -137,6 +144,10 @@ class TorchForm:
     def parameter(self, piece: Tensor, requires_grad: bool) -> DTensor:
         """Return the same as a parameter."""
         return cast(DTensor, nn.Parameter(self.sharded(piece), requires_grad=requires_grad))
+
+    def gradient(self, parameter: DTensor, piece: Tensor) -> DTensor:
+        """Return the gradient of the sharded parameter, over this rank's piece of it."""
+        return self.sharded(piece)
 
     def piece(self, sharded: DTensor) -> Tensor:
         """Return (n,), this rank's elements of such a tensor, in the order of the buffer."""

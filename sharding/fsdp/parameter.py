@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +35,6 @@ class BucketParameter:
     form: Form
     sharded: DTensor  # an nn.Parameter, over the shard
     unsharded: nn.Parameter  # view of the gathered buffer
-    sharded_grad: DTensor | None = None  # made once, over the averaged gradient
 
     @property
     def local(self) -> Tensor:
@@ -59,17 +58,26 @@ class BucketParameter:
         elif self.sharded.grad is not None:
             self.sharded.grad.zero_()
 
+    def own_grad(self, buffer: DistributedBuffer) -> DTensor | None:
+        """Return the sharded gradient if it is one that `grad_over` made in the last reduction."""
+        grad: Any = self.sharded.grad
+        mine = getattr(grad, "_of_reduction", None) == (buffer.last_reduction, self.index)
+        return grad if mine else None
+
     def grad_over(self, buffer: DistributedBuffer) -> DTensor:
-        """Return the sharded gradient, over the averaged gradients of the buffer; made once."""
-        if self.sharded_grad is None:
+        """Return the sharded gradient, over the averaged gradients of the buffer."""
+        made: Any = self.own_grad(buffer)
+        if made is None:
             # The placement of the parameter itself: optimizers find them equal at once.
-            self.sharded_grad = self.form.sharded(buffer.local_grad_view(self.index))
-        return self.sharded_grad
+            made = self.form.gradient(self.sharded, buffer.local_grad_view(self.index))
+            # No weak reference, with which torch could not swap it as `module.to` does.
+            made._of_reduction = (buffer.last_reduction, self.index)
+        return cast(DTensor, made)
 
     def check_user_grad(self) -> None:
         """Raise for a gradient that cannot be added to, before any rank waits for another."""
         grad, sharded = self.sharded.grad, self.sharded
-        if grad is None or grad is self.sharded_grad:
+        if grad is None:
             return
         alike = isinstance(grad, DTensor) and type(grad) is type(sharded.data)
         if not alike or cast(DTensor, grad).placements != sharded.placements:
@@ -107,17 +115,27 @@ class BucketParameter:
         self.sharded.requires_grad_(held.requires_grad)
 
 
-def prepare_accumulation(buffer: DistributedBuffer, parameters: Sequence[BucketParameter]) -> None:
-    """Make the flat gradient of a segment hold exactly the gradients that the user sees."""
+def prepare_reduced(buffer: DistributedBuffer, parameters: Sequence[BucketParameter]) -> bool:
+    """Give the averaged gradients of a segment memory, and have it hold exactly what the user sees.
+
+    Returns:
+        Whether there is something to add to; else the memory is not initialised.
+    """
+    own = [parameter.own_grad(buffer) for parameter in parameters]
+    buffer.open_reduced(next((grad._local_tensor for grad in own if grad is not None), None))
+    if all(parameter.sharded.grad is None for parameter in parameters):
+        return False
     buffer.proof().zero_()
-    for parameter in parameters:
+    for parameter, mine in zip(parameters, own, strict=True):
         view = buffer.local_grad_view(parameter.index)
         grad = parameter.sharded.grad
         if grad is None:
             view.zero_()
             buffer.clear_flag(parameter.index)
-        elif grad is not parameter.sharded_grad:  # set by the user
+        elif mine is None:  # set by the user
             view.copy_(parameter.form.piece(cast(DTensor, grad)))
+            buffer.clear_flag(parameter.index)
+    return True
 
 
 def placement_in(plan: BucketPlan, i: int) -> RaggedShard:

@@ -72,11 +72,18 @@ def check_padding_and_states() -> int:
                 assert buffer.grad_slots is None
         optimizer.step()
         for bucket in buckets_of(model):
+            grads = [p.sharded.grad for p in bucket.parameters]
             for buffer in bucket.buffers:
+                assert buffer.shard_grad is None, "kept by the gradients alone"
+            for grad, parameter in zip(grads, bucket.parameters, strict=True):
+                buffer = bucket.buffers[parameter.segment]
+                buffer.open_reduced(grad._local_tensor)
+                assert buffer.local_grad_view(parameter.index).equal(grad._local_tensor)
                 for low, high in buffer._gaps:
                     gaps += high - low
                     assert not buffer.shard[low:high].any()
                     assert not buffer.reduced()[low:high].any()
+                buffer.close_reduced()
         optimizer.zero_grad()
     return gaps
 

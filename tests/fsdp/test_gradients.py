@@ -94,6 +94,7 @@ def kept_gradients(set_to_none: bool) -> list[dict[str, Tensor | None]]:
     loss_of(model, 1).backward()
     result.append(gradients_of(model))
     kept = [p.grad for p in model.parameters()]
+    values = [full(grad) for grad in kept]
     optimizer.zero_grad(set_to_none=set_to_none)
     if set_to_none:
         assert all(p.grad is None for p in model.parameters())
@@ -104,7 +105,9 @@ def kept_gradients(set_to_none: bool) -> list[dict[str, Tensor | None]]:
             assert_in_flat_gradients(model)
     loss_of(model, 2).backward()
     result.append(gradients_of(model))
-    if not set_to_none:
+    if set_to_none:  # what somebody kept is not written again
+        assert all(full(grad).equal(value) for grad, value in zip(kept, values, strict=True))
+    else:
         assert all(p.grad is grad for p, grad in zip(model.parameters(), kept, strict=True))
     model.zero_grad(set_to_none=set_to_none)
     loss_of(model, 3).backward()
@@ -118,8 +121,11 @@ def assert_in_flat_gradients(model: nn.Module) -> None:
         state = state_of(module)
         for parameter in state.bucket.parameters if state and state.bucket else ():
             flat = state.bucket.buffers[parameter.segment]
-            local = parameter.sharded.grad.to_local()
-            assert local.data_ptr() == flat.local_grad_view(parameter.index).data_ptr()
+            grad = parameter.sharded.grad
+            assert parameter.own_grad(flat) is grad
+            flat.open_reduced(grad.to_local())
+            view = flat.local_grad_view(parameter.index)
+            assert grad.to_local().data_ptr() == view.data_ptr()
 
 
 @pytest.mark.parametrize("set_to_none", [False, True])

@@ -202,6 +202,7 @@ def execute(parts: list[SegmentPlan], native: bool) -> None:
         mean = pack.reduce(transport, workspace, "reduction")
         mean.wait("the reduction")
         for buffer, first in zip(pack.buffers, pack.first_columns, strict=False):
+            buffer.open_reduced(None)
             mean.write_into(buffer.reduced(), first, accumulate=False)
             buffer.zero_grad_padding()
     for s, i, full in tensors:
