@@ -17,7 +17,7 @@ from vfsdp_optim.capacity.optimizers import block_optimizer
 from vfsdp_optim.capacity.parallelism import DividedModel, Parallelism, divide
 from vfsdp_optim.capacity.picture import _outlines
 from vfsdp_optim.capacity.prediction import Capacity, measure
-from vfsdp_optim.capacity.shapes import TensorShape
+from vfsdp_optim.capacity.shapes import ModelShapes, NamedShape, TensorShape, sort_into_buckets
 from vfsdp_optim.capacity.step_buffers import (
     BucketBuffers,
     ReductionBuffers,
@@ -244,6 +244,19 @@ def test_reductions_of_large_buckets_hold_one_in_flight_and_keep_nothing_on_devi
     for numel, held in ((LARGE // 4, 3), (LARGE // 4 + 1, 2)):
         memory = reduction_memory(None, [buffers(numel)] * 5, "cuda")
         assert (memory.peak, memory.kept) == (4 * numel * held, 0)
+
+
+def test_memory_of_fsdp2_is_that_of_padded_rows_and_whole_gradients() -> None:
+    sizes = {"embed": (10, 4), "head": (10, 4), "layers.0.w": (6, 4), "layers.0.b": (6,)}
+    sizes |= {name.replace("0", "1"): shape for name, shape in sizes.items() if "0" in name}
+    named = [NamedShape(name, shape, "float32") for name, shape in sizes.items()]
+    model = divide(ModelShapes("small", "here", sort_into_buckets(named)), Parallelism(4))
+    found = measure(model, Setup(precision=StepDtypes("bfloat16", "float32"))).torch
+    root, block = 2 * 4 * 3 * 4, 4 * (2 * 4 + 2)  # elements of 4 ranks, of 3 rows and of 2
+    assert found.unsharded == 2 * (root + 2 * block)
+    # At the root's reduction: in fp32, beside the bf16 gradient of one of its two matrices.
+    assert found.communication == 4 * root + 2 * 40
+    assert found.total == found.at_rest + found.unsharded + found.communication
 
 
 def test_granularity_is_read_and_written() -> None:

@@ -71,6 +71,7 @@ def test_table_has_a_column_for_each_number_of_ranks(tmp_path, capsys):
         "exchanged per step",
         "matrix work, busiest / mean",
         "FSDP2 Shard(0): padding",
+        "its bytes per rank",
         "activations not included",
     ):
         plain = " ".join(printed.replace("│", " ").replace("┃", " ").split())

@@ -7,7 +7,6 @@ parameter that autograd just finished, the allocator's own losses.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 
 from sharding.planning.negotiation import BucketPlan, negotiate
 from vfsdp_optim.capacity.matrix_work import Block, MatrixWork, matrix_work
@@ -20,6 +19,7 @@ from vfsdp_optim.capacity.step_buffers import (
     reduction_memory,
     unsharded_peak,
 )
+from vfsdp_optim.capacity.torch_shards import TorchShards, torch_shards
 from vfsdp_optim.capacity.training_setup import Setup
 from vfsdp_optim.capacity.update_scratch import Need, Needs, update_scratch
 
@@ -101,19 +101,6 @@ class Traffic:
     reduce: int
     replicate: int
     exchange: int
-
-
-@dataclass(frozen=True, slots=True)
-class TorchShards:
-    """The same model under torch's `fully_shard`, each parameter in Shard(0).
-
-    Attributes:
-        padding: Elements of padding as a share of the model's.
-        at_rest: Bytes of parameters, gradients and unquantized states on rank 0.
-    """
-
-    padding: float
-    at_rest: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +235,7 @@ def measure(model: DividedModel, setup: Setup, progress: Progress = lambda _: No
         matrices=sum(w.matrices * per for w, per in works),
         skew=sum(w.busiest for w, _ in works) / mean if mean else None,
         largest_share=max((w.largest_cost for w, _ in works), default=0) / mean if mean else 0.0,
-        torch=_torch_shards(model, planned, setup, numel),
+        torch=torch_shards(model, setup, numel),
     )
 
 
@@ -362,24 +349,3 @@ def _traffic(
         replicate=sum(b.count * buffers[b.name].replicated for b in planned),
         exchange=max(moved),
     )
-
-
-def _torch_shards(
-    model: DividedModel, planned: Sequence[PlannedBucket], setup: Setup, numel: int
-) -> TorchShards:
-    """Rank 0 under FSDP2, whose pieces are never smaller than another rank's; of what owners keep
-    of units it has an even share."""
-    padded = at_rest = 0
-    for bucket in planned:
-        ranks, per = bucket.divided.world_size, bucket.divided.per_position
-        optimizer = setup.block_optimizer(bucket.divided.shapes, states="32bit")
-        for i, tensor in enumerate(bucket.divided.shapes.tensors):
-            rows = -(-(tensor.shape or (1,))[0] // ranks)
-            piece = rows * prod(tensor.shape[1:])
-            padded += bucket.count * per * ranks * piece
-            states = optimizer.state_bytes(i, piece)
-            tensors = 1 + tensor.trainable  # itself, and its gradient
-            at_rest += bucket.count * (tensors * piece * ITEMSIZE[tensor.dtype] + states)
-        holders = ranks * model.parallelism.replicate
-        at_rest += bucket.count * optimizer.unit_state_bytes // holders
-    return TorchShards(padded / numel - 1, at_rest)

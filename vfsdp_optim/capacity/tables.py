@@ -61,6 +61,9 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ),
         ("FSDP2 Shard(0): padding", f"{torch.padding:.2%}"),
         ("  its states, grads, params", f"{_gib(torch.at_rest)} (here {_gib(fixed)})"),
+        ("  its unsharded parameters", _gib(torch.unsharded)),
+        ("  its communication", _gib(torch.communication)),
+        ("  its bytes per rank", f"{_gib(torch.total)} (here {_gib(memory.total)})"),
     ]
 
 
