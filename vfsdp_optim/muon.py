@@ -260,7 +260,7 @@ class Muon(MatrixOptimizer):
         *,
         ns_algorithm: Literal["standard", "gram"] = "standard",
         ns_dtype: torch.dtype | None = None,
-        variant: str | None = None,
+        variant: Literal["normuon"] | None = None,
         state_dtype: torch.dtype | None = None,
         states: StatesName | Precision = "32bit",
         max_exchange_bytes: int = MAX_EXCHANGE_BYTES,
