@@ -254,17 +254,28 @@ def make_jobs(
     return jobs
 
 
-def held_unit(job: Job, parts: Iterable[tuple[int, int, int]], grid: Grid | None) -> HeldUnit:
+def cost_and_state_numel(job: Job) -> tuple[int, int]:
+    """Return the work of a unit, and the elements that its owner keeps for it."""
+    return job.cost, sum(prod(spec.shape) for spec in job.unit_states.values())
+
+
+def held_unit(
+    job: Job,
+    parts: Iterable[tuple[int, int, int]],
+    grid: Grid | None,
+    needs: tuple[int, int] | None = None,
+) -> HeldUnit:
     """Return a job as the owner plan sees it.
 
     Args:
         job: of the unit.
         parts: (shard, start, stop) of what shards hold of it, as `held_parts` returns them.
         grid: of all copies.
+        needs: its `cost_and_state_numel`, where that is known.
     """
-    fqn, numel, cost = job.member.fqn, job.unit.numel, job.cost
-    holders = tuple((shard, stop - start) for shard, start, stop in parts)
-    kept = sum(prod(spec.shape) for spec in job.unit_states.values())
+    fqn, numel = job.member.fqn, job.unit.numel
+    cost, kept = needs or cost_and_state_numel(job)
+    holders = tuple([(shard, stop - start) for shard, start, stop in parts])
     due = due_work(job.recurring, job.ordinal, job.unit.batch)
     return HeldUnit(fqn, job.number, numel, cost, holders, grid, kept, job.owner, *due)
 
@@ -304,6 +315,7 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
     units: list[HeldUnit] = []
     previous, slot_numel = None, 1
     checked: set[object] = set()  # equal parameters of a group are checked once
+    known: dict[object, tuple[int, int]] = {}  # and need the same
     for job in jobs:
         unit, shard = job.unit, job.member.shard
         if job.member is not previous:
@@ -318,7 +330,9 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
         if shard.ranks is None:  # never travels
             slot_numel = max(slot_numel, unit.numel)
         parts = held_parts(shard.runs, unit.start, unit.start + unit.numel)
-        units.append(held_unit(job, parts, shard.grid))
+        which = job.member.group, job.member.param.shape, job.number
+        needs = known.get(which) or known.setdefault(which, cost_and_state_numel(job))
+        units.append(held_unit(job, parts, shard.grid, needs))
     ranks = jobs[0].member.shard.ranks if jobs else None
     return plan_owners(tuple(units), ranks.size if ranks else 1, slot_numel=slot_numel)
 
