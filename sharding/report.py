@@ -16,6 +16,13 @@ from sharding.fsdp.module_state import state_of
 from sharding.planning.negotiation import BucketPlan, negotiate
 from sharding.transport.axes import shard_size
 
+_COLUMNS = """\
+S: elements that every rank holds, one figure a segment. weights, gradients: their bytes on every
+rank; gathered: bytes of the whole bucket while it is there. resident: units that lie whole on a
+rank; owned: those that travel to an owner in a step. bytes saved: that do not travel in one,
+against resident_padding=0.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class BucketRow:
@@ -28,6 +35,9 @@ class BucketRow:
         dtypes: One per segment.
         trainable: One per segment; frozen parameters have segments of their own.
         shard_numel: S of each segment, the elements that every rank holds.
+        weight_bytes: Bytes of weights that every rank holds.
+        gradient_bytes: Bytes of gradients that every rank holds, once there are any.
+        gathered_bytes: Bytes of the whole bucket, while it is gathered.
         padding: Elements of padding over all ranks, as a share of `numel`.
         resident: Units that lie whole on one rank: those that `optimizer=` declared for its step,
             or, where nothing was declared, every parameter of 2 and more dimensions as one unit.
@@ -42,6 +52,9 @@ class BucketRow:
     dtypes: tuple[str, ...]
     trainable: tuple[bool, ...]
     shard_numel: tuple[int, ...]
+    weight_bytes: int
+    gradient_bytes: int
+    gathered_bytes: int
     padding: float
     resident: int
     owned: int
@@ -68,7 +81,8 @@ class Layout:
 
     def __str__(self) -> str:
         """Return a table with one row per bucket and a total."""
-        headers = ["bucket", "parameters", "elements", "dtype", "S", "padding"]
+        headers = ["bucket", "parameters", "elements", "dtype", "S"]
+        headers += ["weights", "gradients", "gathered", "padding"]
         headers += ["resident", "owned", "bytes saved"]
         rows = [_cells(row) for row in self.buckets]
         numel = sum(row.numel for row in self.buckets)
@@ -79,6 +93,9 @@ class Layout:
             f"{numel:,}",
             "",
             f"{sum(sum(row.shard_numel) for row in self.buckets):,}",
+            f"{sum(row.weight_bytes for row in self.buckets):,}",
+            f"{sum(row.gradient_bytes for row in self.buckets):,}",
+            f"{max((row.gathered_bytes for row in self.buckets), default=0):,} at most",
             f"{padding:.2%}",
             str(sum(row.resident for row in self.buckets)),
             str(sum(row.owned for row in self.buckets)),
@@ -87,7 +104,7 @@ class Layout:
         title = f"layout on {self.world_size} ranks"
         if self.replicas > 1:
             title += f", {self.replicas} replicas"
-        return render_table(title, headers, rows, footer=total)
+        return render_table(title, headers, rows, footer=total) + _COLUMNS
 
 
 def layout(model: nn.Module) -> Layout:
@@ -124,6 +141,10 @@ def _row(name: str, bucket: Bucket) -> BucketRow:
         elif len(spec.shape) >= 2 and not spec.demands:
             whole.append(len(segments[segment].ranges(index)) <= 1)
     padding = sum(segment.padding for segment in segments) / max(numel, 1)
+    held = [
+        segment.shard_numel * getattr(torch, dtype).itemsize
+        for segment, dtype in zip(segments, plan.dtypes, strict=True)
+    ]
     return BucketRow(
         bucket=name,
         parameters=len(bucket.parameters),
@@ -131,6 +152,9 @@ def _row(name: str, bucket: Bucket) -> BucketRow:
         dtypes=plan.dtypes,
         trainable=plan.trainable,
         shard_numel=tuple(segment.shard_numel for segment in segments),
+        weight_bytes=sum(held),
+        gradient_bytes=sum(size for size, t in zip(held, plan.trainable, strict=True) if t),
+        gathered_bytes=sum(held) * segments[0].world_size,
         padding=padding,
         resident=sum(whole),
         owned=len(whole) - sum(whole),
@@ -158,6 +182,9 @@ def _cells(row: BucketRow) -> list[str]:
             for dtype, trainable in zip(row.dtypes, row.trainable, strict=True)
         ),
         " + ".join(f"{size:,}" for size in row.shard_numel),
+        f"{row.weight_bytes:,}",
+        f"{row.gradient_bytes:,}",
+        f"{row.gathered_bytes:,}",
         f"{row.padding:.2%}",
         str(row.resident),
         str(row.owned),

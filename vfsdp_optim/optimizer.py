@@ -214,7 +214,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
         """Return what a step does with each parameter, to print; communicates nothing."""
         working = self._current_working_set()
         members, groups = working.members, self.param_groups
-        jobs = list(jobs_by_ranks(members, groups, self._algorithms, self._scratch).values())
+        jobs = jobs_by_ranks(members, groups, self._algorithms, self._scratch)
         algorithms = [self._algorithm(member).name for member in working.members]
         return make_plan(working.members, algorithms, jobs, self._max_exchange_bytes)
 

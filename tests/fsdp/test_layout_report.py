@@ -35,6 +35,11 @@ def test_units_and_saved_bytes_are_those_of_the_placements(world_size: int) -> N
         assert figures["world_size"] == world_size
         assert figures["replicas"] == 1
         rows = figures["buckets"]
+        for row in rows:
+            assert row["weight_bytes"] == row["gradient_bytes"] == 4 * sum(row["shard_numel"])
+            assert row["gathered_bytes"] == world_size * row["weight_bytes"]
+        assert f" {sum(row['weight_bytes'] for row in rows):,} │" in table
+        assert "gathered: bytes of the whole bucket" in table
         assert sum(row["resident"] for row in rows) == sum(a == b for a, b in held)
         assert sum(row["owned"] for row in rows) == sum(a > b for a, b in held)
         saved = sum(row["saved_bytes"] for row in rows)

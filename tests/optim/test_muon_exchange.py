@@ -98,6 +98,34 @@ def plan_of(shapes: Sequence[Shape]) -> tuple[str, float, float, int, int]:
     return str(plan), plan.skew, plan.largest_share, plan.moved_bytes, plan.saved_bytes
 
 
+def bytes_of(shapes: Sequence[Shape]) -> tuple[str, Any, int, list[int], int, int, int]:
+    optimizer = sharded(shapes, states="8bit")
+    plan, params = optimizer.plan(), optimizer.param_groups[0]["params"]
+    states = [s for p in params for s in optimizer.state[p].values() if isinstance(s, DTensor)]
+    weights, moments = (sum(t.to_local().nbytes for t in each) for each in (params, states))
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    slots = sum(part._exchange.allocated_bytes for part in parts_of(optimizer))
+    held = sum(p.to_local().numel() for p in params)
+    return str(plan), plan.memory, plan.slot_bytes, [slots], weights, moments, held
+
+
+def test_plan_of_muon_says_what_a_rank_holds():
+    # 8-bit: the first alone is large enough.
+    for text, memory, slot_bytes, (slots,), weights, states, held in run_ranks(
+        bytes_of, 3, [(80, 64), (50, 30)]
+    ):
+        assert (memory.weights, memory.gradients) == (weights, weights)
+        assert (memory.states, memory.states_32bit) == (states, 4 * held)
+        assert memory.states < memory.states_32bit
+        assert 0 <= slots - slot_bytes <= 4 * 3 * 128  # marks of who has a gradient
+        total = 2 * weights + states + slot_bytes
+        assert f"of states ({4 * held:,} in 32 bits), {slot_bytes:,} of slots" in text
+        assert f"travel: {total:,}." in text
+        assert "lr scale: what lr is multiplied by" in text
+
+
 def test_plan_of_muon_says_what_a_matrix_larger_than_a_share_costs():
     text, skew, largest, *_ = run_ranks(plan_of, 3, [(50, 30)])[0]
     assert skew == largest == 3.0

@@ -361,6 +361,8 @@ def test_8bit_states_are_in_the_plan():
     plan = optimizer.plan()
     assert [(row.fqn, row.states) for row in plan.rows] == [("w0", "8bit"), ("w1", "32bit")]
     assert "1 in 8 bits" in str(plan)
+    half = AdamW([("h", nn.Parameter(torch.zeros(4, 4, dtype=torch.bfloat16)))]).plan()
+    assert (half.rows[0].states, half.memory.states, half.memory.states_32bit) == ("16bit", 64, 128)
 
 
 def test_8bit_optimizer_is_copied_and_pickled_with_its_codes():
