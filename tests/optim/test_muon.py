@@ -9,7 +9,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 from sharding.planning.structure import Blocks, FullMatrix
 from vfsdp_optim.adamw import AdamW
-from vfsdp_optim.muon import Muon
+from vfsdp_optim.muon import Muon, MuonAlgorithm
+from vfsdp_optim.newton_schulz import orthogonalize
 from vfsdp_optim.testing.oracle import reference_orthogonalize
 
 shapes_2d = st.lists(st.tuples(st.integers(1, 20), st.integers(1, 20)), min_size=1, max_size=4)
@@ -155,6 +156,20 @@ def test_group_that_muon_cannot_treat_is_an_error_that_names_it(group, fact):
     p = nn.Parameter(torch.zeros(group.pop("shape")))
     with pytest.raises(ValueError, match=fact):
         Muon([{"params": [("w", p)], **group}])
+
+
+def test_options_of_newton_schulz_reach_it_and_the_plans_cost():
+    options = dict(coefficients="polar_express", steps=6, algorithm="gram", dtype=torch.bfloat16)
+    p = nn.Parameter(torch.zeros(4, 40))
+    set_gradients([p], 0)
+    group = {f"ns_{key}": value for key, value in options.items()}
+    optimizer = Muon([p], lr=1.0, weight_decay=0.0, nesterov=False, **group)
+    optimizer.step()
+    momentum = torch.zeros(4, 40).lerp_(p.grad, 1 - 0.95).bfloat16()  # as matrices travel
+    assert torch.equal(-p.detach(), orthogonalize(momentum, **options).float())
+    standard = MuonAlgorithm(**{**group, "ns_algorithm": "standard"})
+    gram = MuonAlgorithm(**group)
+    assert gram.cost(gram.defaults, 4, 40) < 0.6 * standard.cost(standard.defaults, 4, 40)
 
 
 @pytest.mark.parametrize("shape", [(4, 9), (9, 4)])
