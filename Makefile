@@ -24,8 +24,8 @@ test: setup ## the whole suite and the doctests, two files at a time
 deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)
 
-docs: setup ## write docs/fsdp2-calls.md anew from the test that makes it
-	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/docs/test_fsdp2_calls.py
+docs: setup ## write docs/fsdp2-calls.md and docs/faults.md anew from the tests that make them
+	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/docs/test_fsdp2_calls.py tests/faults
 
 check: direction format lint types ## import direction, formatting, lint, types
 

@@ -17,7 +17,7 @@ ORDER = {
         "structure negotiation plan_file"
     ).split(),
     "sharding.transport": (
-        "axes backends posting heralds collectives agreement debug gradient_marks exchange"
+        "waits axes backends posting heralds collectives agreement debug gradient_marks exchange"
     ).split(),
     "sharding.tensor": (
         "placement moves gradient_hooks local_ops permuted random_ops reductions specs "

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.transport.debug import announce, enabled
+from sharding.transport.waits import waiting_for
 from vfsdp_optim.parameters.param_shard import ParamShard, Ranks
 
 # Rows start:stop of a weight, the head whose factor they get, and the power of it.
@@ -209,7 +210,8 @@ def _largest(items: Sequence[tuple[QKHeads, Tensor]], shards: Iterable[ParamShar
             if enabled():
                 heads = "".join(f"\n{heads!r}" for heads, _ in items)
                 announce(f"qk_clip of {len(items)} attentions{heads}", [ranks.group()])
-            dist.all_reduce(packed, dist.ReduceOp.MAX, group=ranks.group())
+            with waiting_for("the largest attention logits of qk_clip", ranks.group()):
+                dist.all_reduce(packed, dist.ReduceOp.MAX, group=ranks.group())
     return list(packed.split([heads.heads for heads, _ in items]))
 
 

@@ -44,6 +44,7 @@ from sharding.transport.axes import (
     shard_rank,
 )
 from sharding.transport.collectives import all_to_all
+from sharding.transport.waits import waiting_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +167,8 @@ def _broadcast(outline: Any, mesh: DeviceMesh) -> Any:
         except Exception as error:
             message = [f"{type(error).__name__}: {error}"]
     for group in _groups_from_first(mesh):
-        dist.broadcast_object_list(message, group=group, group_src=0)
+        with waiting_for("rank 0's list of the state to load", group):
+            dist.broadcast_object_list(message, group=group, group_src=0)
     if isinstance(message[0], str):
         raise TypeError(f"state: cannot be sent from rank 0 to the others: {message[0]}")
     return pickle.loads(message[0])  # made by `dumps` above, on a rank of this job
@@ -339,7 +341,8 @@ class _Sender:
         if tensor.numel():
             flat = tensor.view(-1).view(torch.uint8)  # a backend need not know the dtype
             for group in _groups_from_first(self._mesh):
-                dist.broadcast(flat, group=group, group_src=0)
+                with waiting_for(f"rank 0's full tensor {_shown(path)}", group):
+                    dist.broadcast(flat, group=group, group_src=0)
         return tensor
 
     def scatter(
@@ -369,14 +372,21 @@ class _Sender:
             if full is not None:
                 sent = full.reshape(-1).contiguous().to(device)
             nothing = [0] * len(sizes)
-            all_to_all(
-                received.view(torch.uint8),
-                sent.view(torch.uint8),
-                [sizes[shard_rank(self._mesh)], *nothing[1:]],
-                nothing if full is None else sizes,
-                shard_group(self._mesh),
-            )
+            group = shard_group(self._mesh)
+            with waiting_for(f"rank 0's full tensor {_shown(path)}", group):
+                all_to_all(
+                    received.view(torch.uint8),
+                    sent.view(torch.uint8),
+                    [sizes[shard_rank(self._mesh)], *nothing[1:]],
+                    nothing if full is None else sizes,
+                    group,
+                )
         if (replicas := replicate_group(self._mesh)) is not None and received.numel():
-            dist.broadcast(received.view(torch.uint8), group=replicas, group_src=0)
+            with waiting_for(f"rank 0's full tensor {_shown(path)}", replicas):
+                dist.broadcast(received.view(torch.uint8), group=replicas, group_src=0)
         if not direct:
             out.copy_(received)
+
+
+def _shown(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)

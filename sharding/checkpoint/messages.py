@@ -13,6 +13,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from sharding.transport.backends import backend_of, device_types, world
+from sharding.transport.waits import share_timeout, waiting_for
 
 Mine = TypeVar("Mine")
 Reply = TypeVar("Reply")
@@ -68,7 +69,7 @@ class Messages:
             mine = local()
         except BaseException as error:
             raised, mine = error, self._report(error)
-        gathered = self._gather(mine)
+        gathered = self._gather(mine, what)
         replies: list[Reply | _Raised] = []
         if gathered is not None:
             reports = [each for each in gathered if isinstance(each, _Raised)]
@@ -79,7 +80,7 @@ class Messages:
                     raised, reports = error, [self._report(error)]
             if reports:
                 replies = [reports[0]] * self.size
-        reply = self._scatter(replies)
+        reply = self._scatter(replies, what)
         if raised is not None:
             raise raised
         if isinstance(reply, _Raised):
@@ -101,22 +102,24 @@ class Messages:
         named = "" if type(error) is kind else f"{type(error).__name__}: "
         return _Raised(self.rank, kind, f"{named}{error}")
 
-    def _gather(self, value: Mine) -> list[Mine] | None:
+    def _gather(self, value: Mine, what: str) -> list[Mine] | None:
         """Return the values of all ranks, on rank 0."""
         if self._group is None:
             return [value]
         gathered: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        dist.gather_object(value, gathered, group=self._group, group_dst=0)
+        with waiting_for(f"the agreement of ranks to {what}", self._group):
+            dist.gather_object(value, gathered, group=self._group, group_dst=0)
         return gathered
 
-    def _scatter(self, values: list[Mine]) -> Mine:
+    def _scatter(self, values: list[Mine], what: str) -> Mine:
         """Return this rank's element of rank 0's list."""
         if self._group is None:
             return values[0]
         mine: list[Any] = [None]
-        dist.scatter_object_list(
-            mine, values if self.rank == 0 else None, group=self._group, group_src=0
-        )
+        with waiting_for(f"the agreement of ranks to {what}", self._group):
+            dist.scatter_object_list(
+                mine, values if self.rank == 0 else None, group=self._group, group_src=0
+            )
         return cast(Mine, mine[0])
 
 
@@ -127,5 +130,6 @@ def _own_group(default: dist.ProcessGroup) -> dist.ProcessGroup:
     """Return a group of all ranks over gloo that nothing else uses; the first call makes it."""
     if not _made or _made[0][0] is not default:
         ours = dist.new_group(backend="gloo", group_desc="checkpoints")
+        share_timeout(cast(dist.ProcessGroup, ours), default)
         _made[:] = [(default, cast(dist.ProcessGroup, ours))]
     return _made[0][1]

@@ -26,6 +26,7 @@ from sharding.fsdp.proofs import logs_of
 from sharding.planning.structure import DeclaresStructure, Structure
 from sharding.transport.axes import groups_of
 from sharding.transport.backends import backend_of, device_types, world
+from sharding.transport.waits import share_timeout
 
 Site = tuple[nn.Module, str]
 
@@ -134,6 +135,7 @@ def checked_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f"make the mesh on one of them"
         )
     for group in groups_of(mesh):
+        share_timeout(group, world())
         backend_of(group, mesh.device_type)
     return mesh
 

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.transport.backends import is_fake, message_device
+from sharding.transport.waits import waiting_for
 
+ROOT_NAME = "(root)"  # of the bucket whose module has no name
 _SAMPLE = 256  # elements of each parameter
 _NONE = torch.iinfo(torch.int64).min  # of a rank that is not compared
 
@@ -81,7 +83,11 @@ def check_equal_beginnings(
     groups = [each for each in groups if dist.get_world_size(each) > 1 and not is_fake(each)]
     if not groups or not beginnings:
         return
-    names = [f"{name}.{fqn}".lstrip(".") for name, b, _ in beginnings for fqn in b.names]
+    names = [
+        f"{name}.{fqn}".removeprefix(f"{ROOT_NAME}.")
+        for name, b, _ in beginnings
+        for fqn in b.names
+    ]
     own = [number for _, b, shards in beginnings for number in b.checksums(shards)]
     extremes = torch.tensor(
         [*own, *(-number if number != _NONE else _NONE for number in own)],
@@ -89,7 +95,8 @@ def check_equal_beginnings(
         device=message_device(groups[0]),
     )  # (2 * parameters,), of which the largest are the largest and the negated smallest
     for each in groups:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=each)
+        with waiting_for("the comparison of what fully_shard was given", each):
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=each)
     largest, smallest = extremes.cpu().view(2, -1).unbind(0)
     differ = (largest != _NONE) & (largest != -smallest)
     if not differ.any():

@@ -24,7 +24,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from sharding.checkpoint.load_checks import LoadCheck
 from sharding.fsdp.asked_by_torch import AskedByTorch, register
-from sharding.fsdp.beginnings import Beginnings
+from sharding.fsdp.beginnings import ROOT_NAME, Beginnings
 from sharding.fsdp.bucket import Bucket, ShardedState
 from sharding.fsdp.containers import PLAIN, leaves, map_tensors
 from sharding.fsdp.input_views import InputViews
@@ -182,7 +182,7 @@ class ModuleState(AskedByTorch):
         below = [part for part in below if part not in self.modules]
         self._kept = KeptTensors(self.modules, below, self._announce_kept)
         if self.bucket is not None:
-            self.bucket.name = self.bucket.slots.name = name
+            self.bucket.name = self.bucket.slots.name = name or ROOT_NAME
             self.bucket.prefix = f"{name}." if name and len(self.modules) == 1 else ""
             self.bucket.set_workspace(context.workspace)
             # The graph of a backward may reach parameters before any module's hook.

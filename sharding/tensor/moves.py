@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from sharding.transport.axes import shard_group, shard_rank
+from sharding.transport.waits import waiting_for
 
 Tiling = Sequence[tuple[int, int]]  # flat (start, stop) of every rank, in rank order, a tiling
 
@@ -31,35 +32,48 @@ def chunks(rows: int, world_size: int) -> Tiling:
 
 def gather(local: Tensor, bounds: Tiling, mesh: DeviceMesh) -> Tensor:
     """Return all elements on every rank, from pieces at `bounds`; (numel,)."""
-    group, own_rank, world_size = shard_group(mesh), shard_rank(mesh), len(bounds)
+    group, world_size = shard_group(mesh), len(bounds)
     sizes = [stop - start for start, stop in bounds]
     full = local.new_empty(sum(sizes))
-    largest = max(sizes)
-    if world_size * largest > 2 * sum(sizes):
-        # Padding every piece to the largest would multiply the memory by up to the world size.
-        works = [
-            dist.broadcast(
-                (local if rank == own_rank else full[start:stop]).view(torch.uint8),
-                group=group,
-                group_src=rank,
-                async_op=True,
-            )
-            for rank, (start, stop) in enumerate(bounds)
-            if start < stop
-        ]
-        for work in works:
-            work.wait()
-        start, stop = bounds[own_rank]
-        full[start:stop] = local
-    elif full.numel():
-        padded = local.new_zeros(largest)
-        padded[: local.numel()] = local
-        slots = local.new_empty(world_size, largest)
-        dist.all_gather(
-            [slot.view(torch.uint8) for slot in slots], padded.view(torch.uint8), group=group
-        )
-        torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)], out=full)
+    with waiting_for(f"full_tensor() of {full.numel()} elements", group):
+        if world_size * max(sizes) > 2 * full.numel():
+            # Padding every piece to the largest would multiply the memory by the world size.
+            _broadcast_pieces(local, full, bounds, group)
+        elif full.numel():
+            _gather_padded(local, full, sizes, group)
     return full
+
+
+def _broadcast_pieces(
+    local: Tensor, full: Tensor, bounds: Tiling, group: dist.ProcessGroup
+) -> None:
+    own_rank = dist.get_rank(group)
+    works = [
+        dist.broadcast(
+            (local if rank == own_rank else full[start:stop]).view(torch.uint8),
+            group=group,
+            group_src=rank,
+            async_op=True,
+        )
+        for rank, (start, stop) in enumerate(bounds)
+        if start < stop
+    ]
+    for work in works:
+        work.wait()
+    start, stop = bounds[own_rank]
+    full[start:stop] = local
+
+
+def _gather_padded(
+    local: Tensor, full: Tensor, sizes: Sequence[int], group: dist.ProcessGroup
+) -> None:
+    padded = local.new_zeros(max(sizes))
+    padded[: local.numel()] = local
+    slots = local.new_empty(len(sizes), max(sizes))
+    dist.all_gather(
+        [slot.view(torch.uint8) for slot in slots], padded.view(torch.uint8), group=group
+    )
+    torch.cat([slot[:size] for slot, size in zip(slots, sizes, strict=True)], out=full)
 
 
 def exchange(local: Tensor, source: Tiling, target: Tiling, mesh: DeviceMesh) -> Tensor:
@@ -73,11 +87,13 @@ def exchange(local: Tensor, source: Tiling, target: Tiling, mesh: DeviceMesh) ->
     sent = overlaps(source[rank], target)
     received = overlaps(target[rank], source)
     moved = local.new_empty(sum(received))
-    dist.all_to_all_single(
-        moved.view(torch.uint8),
-        local.view(torch.uint8),
-        [numel * width for numel in received],
-        [numel * width for numel in sent],
-        group=shard_group(mesh),
-    )
+    group = shard_group(mesh)
+    with waiting_for(f"redistribute() of {source[-1][1]} elements", group):
+        dist.all_to_all_single(
+            moved.view(torch.uint8),
+            local.view(torch.uint8),
+            [numel * width for numel in received],
+            [numel * width for numel in sent],
+            group=group,
+        )
     return moved

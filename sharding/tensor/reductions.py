@@ -55,6 +55,7 @@ from sharding.tensor.local_ops import (
 from sharding.tensor.permuted import in_flat_order
 from sharding.tensor.placement import boxes
 from sharding.transport.axes import shard_group
+from sharding.transport.waits import waiting_for
 
 aten = torch.ops.aten
 
@@ -66,7 +67,9 @@ def _all_reduce(values: Tensor, op: dist.ReduceOp.RedOpType, mesh: DeviceMesh) -
     """Reduce over the pieces of one replica; leave `values` as they are."""
     # Values of a model that is offloaded to the CPU travel through the mesh's device.
     reduced = values.to(mesh.device_type, copy=True)
-    dist.all_reduce(reduced, op, group=shard_group(mesh))
+    group = shard_group(mesh)
+    with waiting_for("a norm, sum or other reduction of sharded tensors", group):
+        dist.all_reduce(reduced, op, group=group)
     return reduced.to(values.device)
 
 

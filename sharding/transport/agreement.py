@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from sharding.transport.backends import is_fake, message_device
 from sharding.transport.collectives import all_gather_flat
+from sharding.transport.waits import waiting_for
 
 
 def check_same_on_all_ranks(
@@ -42,7 +43,8 @@ def check_same_on_all_ranks(
     for each in groups:
         digests = digests.to(message_device(each))
         gathered = digests.new_empty(dist.get_world_size(each) * digests.numel())
-        all_gather_flat(gathered, digests, group=each)
+        with waiting_for(f"the comparison of {what}", each):
+            all_gather_flat(gathered, digests, group=each)
         digests = gathered
     rows = digests.view(-1, 8).tolist()
     if all(row == rows[0] for row in rows):

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.placement_types import Placement
 
+from sharding.transport.waits import share_timeout
+
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks that hold one replica together, in the order of their pieces."""
@@ -62,6 +64,7 @@ def part_of_shard_group(mesh: DeviceMesh, ranks: int) -> dist.ProcessGroup:
             backend=dist.distributed_c10d.get_backend_config(whole),
             use_local_synchronization=True,
         )
+        share_timeout(parts[ranks], whole)
     return parts[ranks]
 
 

@@ -35,6 +35,7 @@ from torch import Tensor
 from sharding.transport.backends import backend_of
 from sharding.transport.heralds import Herald, Heralds
 from sharding.transport.posting import post_gather
+from sharding.transport.waits import failed_wait
 
 PAIRWISE_MAX_RANKS = 16
 
@@ -85,16 +86,19 @@ class Pending:
         works: The handles of what was posted.
         tensors: What it reads and writes.
         herald: What announced it, where anything did.
+        group: The ranks, to look for those that are missing.
     """
 
-    __slots__ = ("_herald", "_tensors", "_works")
+    __slots__ = ("_group", "_herald", "_tensors", "_works")
 
     def __init__(
         self,
         works: Sequence[Waitable],
         tensors: Sequence[Tensor] = (),
         herald: Herald | None = None,
+        group: dist.ProcessGroup | None = None,
     ) -> None:
+        self._group = group
         self._works = works
         self._tensors = tensors
         self._herald = herald
@@ -112,7 +116,7 @@ class Pending:
                 for work in self._works:
                     work.wait()
         except RuntimeError as error:
-            raise RuntimeError(f"{what} did not complete: {error}") from error
+            raise failed_wait(what, self._group, error) from error
         finally:
             self._works = ()  # while their memory is there: what comes later finds no receiver
         if difference is not None:
@@ -170,9 +174,11 @@ class Transport:
             return Pending(())
         slots = [buffer.view(self.world_size, -1) for buffer in buffers]
         if not self.pairwise:
-            return Pending(self._native_all_gather(buffers, slots), buffers)
+            works = self._native_all_gather(buffers, slots)
+            return Pending(works, buffers, group=self.group)
         herald = self._announced(event)
-        return Pending([post_gather(slots, self.group, self.rank, tag)], buffers, herald)
+        works = [post_gather(slots, self.group, self.rank, tag)]
+        return Pending(works, buffers, herald, self.group)
 
     def _native_all_gather(
         self, buffers: Sequence[Tensor], slots: Sequence[Tensor]
@@ -211,7 +217,8 @@ class Transport:
             if self.world_size == 1:
                 return PendingMean(Pending(()), [mine], divisor=1)
             work = _reduce_scatter_flat(mine, buffer, op=self._op, group=self.group, async_op=True)
-            return PendingMean(Pending(_posted(work), (buffer,)), [mine], self._left_to_divide)
+            pending = Pending(_posted(work), (buffer,), group=self.group)
+            return PendingMean(pending, [mine], self._left_to_divide)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         herald = self._announced(event)
@@ -223,7 +230,7 @@ class Transport:
             splits = [slots.shape[1]] * self.world_size
             work = all_to_all(workspace, buffer, splits, splits, self.group, async_op=True)
             works = _posted(work)
-        pending = Pending(works, (buffer, workspace), herald)
+        pending = Pending(works, (buffer, workspace), herald, self.group)
         return PendingMean(pending, received, divisor=self.world_size)
 
     def all_reduce_workspace_numel(self, numel: int) -> int:
@@ -247,7 +254,8 @@ class Transport:
         if not self.pairwise:
             work = dist.all_reduce(addend, self._op, group=self.group, async_op=True)
             divisor *= self._left_to_divide
-            return PendingMean(Pending(_posted(work), (addend,)), [addend], divisor)
+            pending = Pending(_posted(work), (addend,), group=self.group)
+            return PendingMean(pending, [addend], divisor)
         if workspace is None:
             raise RuntimeError("a pairwise reduction needs its workspace, got None")
         slots = workspace.view(self.world_size, -1)

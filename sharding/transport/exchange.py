@@ -23,6 +23,7 @@ from torch import Tensor
 from sharding.planning.ownership import OwnerPlan
 from sharding.transport.collectives import all_to_all
 from sharding.transport.gradient_marks import Marks
+from sharding.transport.waits import waiting_for
 
 SLOTS = 2
 # Elements: `owned` starts at a multiple of it in a slot, so that transports and copies are aligned.
@@ -279,7 +280,7 @@ class Exchange:
 
     def wait_gather(self, wave: int) -> None:
         """Wait until the owned units of a wave are here; on CUDA only the current stream waits."""
-        _wait(self._gathers, wave)
+        self._wait(self._gathers, wave, "gradients to their owners")
 
     def start_return(self, wave: int) -> None:
         """Send the updates of the owned units of a wave back, without waiting."""
@@ -295,13 +296,13 @@ class Exchange:
 
     def wait_return(self, wave: int) -> None:
         """Wait until the updates of this rank's pieces of a wave are here."""
-        _wait(self._returns, wave)
+        self._wait(self._returns, wave, "updates from their owners")
 
-
-def _wait(works: list[dist.Work | None], wave: int) -> None:
-    work, works[wave] = works[wave], None
-    if work is not None:
-        work.wait()
+    def _wait(self, works: list[dist.Work | None], wave: int, what: str) -> None:
+        work, works[wave] = works[wave], None
+        if work is not None:
+            with waiting_for(f"wave {wave} of {what}", self._group):
+                work.wait()
 
 
 def _positions(splits: Sequence[int], heads: Sequence[int]) -> Tensor:

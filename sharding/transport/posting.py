@@ -12,10 +12,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
 from torch import Tensor
+
+from sharding.transport.waits import timeout_of
 
 _Works = list[dist.Work | None]
 
@@ -23,16 +26,18 @@ _Works = list[dist.Work | None]
 class Posted:
     """Messages that the thread is to post, or has posted."""
 
-    __slots__ = ("_works",)
+    __slots__ = ("_timeout", "_works")
 
-    def __init__(self, works: Future[_Works]) -> None:
+    def __init__(self, works: Future[_Works], timeout: timedelta) -> None:
         self._works = works
+        # gloo's messages have the timeout that their group was made with, whatever it has now.
+        self._timeout = timeout
 
     def wait(self) -> None:
         """Return when all have arrived or left; raises what posting or waiting raised."""
         for work in self._works.result():
             if work is not None:
-                work.wait()
+                work.wait(self._timeout)
 
 
 def post_gather(slots: Sequence[Tensor], group: dist.ProcessGroup, rank: int, tag: int) -> Posted:
@@ -46,7 +51,8 @@ def post_gather(slots: Sequence[Tensor], group: dist.ProcessGroup, rank: int, ta
         rank: This one's, in the group.
         tag: Of all messages; those of several tensors are matched in their order.
     """
-    return Posted(_thread().submit(_exchange, slots, group, rank, tag))
+    timeout = timeout_of(group, slots[0].device) or dist.constants.default_pg_timeout
+    return Posted(_thread().submit(_exchange, slots, group, rank, tag), timeout)
 
 
 def _exchange(slots: Sequence[Tensor], group: dist.ProcessGroup, rank: int, tag: int) -> _Works:

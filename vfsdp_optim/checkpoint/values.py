@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from sharding.transport.backends import is_fake
+from sharding.transport.waits import waiting_for
 from vfsdp_optim.parameters.param_shard import Ranks
 from vfsdp_optim.states.formats import CODES
 from vfsdp_optim.step.member import Member
@@ -187,7 +188,8 @@ def agreed(peers: Sequence[Ranks]) -> Iterator[None]:
         if is_fake(ranks.group()):
             continue
         texts: list[str] = [""] * ranks.size
-        dist.all_gather_object(texts, text, group=ranks.group())
+        with waiting_for("the checks of the state to load", ranks.group()):
+            dist.all_gather_object(texts, text, group=ranks.group())
         text = next(filter(None, (text, *texts)), "")
     if mine is not None:
         raise mine

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from sharding.transport.waits import waiting_for
 from vfsdp_optim.parameters.param_shard import Ranks
 
 # Whether to leave a step out: known to the host, or a 0-dim bool that only the device knows.
@@ -217,5 +218,6 @@ def _reduced(flag: Tensor, peers: Sequence[Ranks]) -> Tensor:
     """Return the largest flag of all ranks."""
     for ranks in peers:
         if ranks.size > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.group())
+            with waiting_for("the check of gradients for NaN and infinity", ranks.group()):
+                dist.all_reduce(flag, dist.ReduceOp.MAX, group=ranks.group())
     return flag
