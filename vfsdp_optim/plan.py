@@ -1,7 +1,7 @@
 """What an optimizer does with each parameter in a step, as rows and as a table. Pure data."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import StringIO
 
 import torch
@@ -175,6 +175,11 @@ class OptimizerPlan:
                 "work: more ranks make the matrix part no faster."
             )
         return "\n".join([*lines, _COLUMNS])
+
+    def of_all_ranks(self) -> "OptimizerPlan":
+        """Return what every rank's plan says: this one without the bytes that a rank holds."""
+        rows = tuple(replace(row, memory=HeldBytes()) for row in self.rows)
+        return replace(self, rows=rows, slot_bytes=0)
 
     def __str__(self) -> str:
         """Return the table as text."""

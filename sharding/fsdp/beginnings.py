@@ -20,7 +20,7 @@ from torch import Tensor
 from sharding.transport.backends import is_fake, message_device
 from sharding.transport.waits import waiting_for
 
-ROOT_NAME = "(root)"  # of the bucket whose module has no name
+ROOT_NAME = "root"  # of the bucket whose module has no name
 _SAMPLE = 256  # elements of each parameter
 _NONE = torch.iinfo(torch.int64).min  # of a rank that is not compared
 

@@ -24,8 +24,8 @@ Row = tuple[str, str, str]
 MOMENTS = {
     "construction": "the comparison of the sharding plan",
     "first forward": "the comparison of the sharding plan",
-    "forward": r"the (gather|reduction) of bucket '(\d|\(root\))'",
-    "backward": r"the (gather|reduction) of bucket '(\d|\(root\))'",
+    "forward": r"the (gather|reduction) of bucket '(\d|root)'",
+    "backward": r"the (gather|reduction) of bucket '(\d|root)'",
     "clip": "a norm, sum or other reduction of sharded tensors|wave 0 of gradients to their owners",
     "step": r"wave 0 of (gradients to|updates from) their owners|full_tensor\(\) of \d+ elements",
     "full_tensor": r"full_tensor\(\) of \d+ elements|rank 0's list of the state to load",

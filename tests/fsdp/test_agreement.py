@@ -323,7 +323,5 @@ def test_peers_of_a_dead_rank_say_which_collective_failed() -> None:
         run_ranks(one_rank_dies, 3, timeout=30)
     assert "died with exit code 3" in error.value.reports[1]
     peers = [error.value.reports[rank] for rank in (0, 2)]
-    told = (
-        r"of bucket '\(root\)' did not complete; ranks? (0, )?1(, 2)? did not say so too: stopped"
-    )
+    told = r"of bucket 'root' did not complete; ranks? (0, )?1(, 2)? did not say so too: stopped"
     assert any(re.search(told, report) for report in peers), peers

@@ -204,7 +204,7 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
     with pytest.raises(NotImplementedError) as error:
         functional_call(net, shards, (x,))
     assert str(error.value) == (
-        "head.weight of '' was replaced, as functional_call does, by a sharded tensor that "
+        "head.weight of 'root' was replaced, as functional_call does, by a sharded tensor that "
         "requires grad, whose gradient no reduction averages; pass its full_tensor(), which gets "
         "this rank's gradient, or detach() it"
     )
@@ -212,7 +212,7 @@ def test_what_cannot_be_used_is_refused_by_name() -> None:
     train(net, x)
     kept = net.head.bias
     net.head._parameters["bias"] = nn.Parameter(torch.ones(6))
-    with pytest.raises(RuntimeError, match=r"head\.bias of '' is not what its module holds"):
+    with pytest.raises(RuntimeError, match=r"head\.bias of 'root' is not what its module holds"):
         optimizer.step()
     net.head._parameters["bias"] = kept
     optimizer.step()

@@ -169,7 +169,9 @@ def write_different_values() -> None:
 
 
 def test_debug_mode_says_where_ranks_wrote_different_values() -> None:
-    with pytest.raises(RankError, match="what was written into gathered '' differs between ranks"):
+    with pytest.raises(
+        RankError, match="what was written into gathered 'root' differs between ranks"
+    ):
         run_ranks(write_different_values, 2)
 
 

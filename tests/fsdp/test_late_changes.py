@@ -131,7 +131,7 @@ def assignment_to_one_of_two() -> None:
     refused(
         lambda: lm(torch.arange(4)),
         ValueError,
-        "embedding.weight of '' is shared by ['Embedding.weight', 'Linear.weight'], and "
+        "embedding.weight of 'root' is shared by ['Embedding.weight', 'Linear.weight'], and "
         "Linear.weight was assigned a parameter of its own; untie before fully_shard, or write "
         "values with p.copy_(values)",
     )

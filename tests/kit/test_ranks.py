@@ -105,7 +105,8 @@ def test_distributed_examples_are_few_and_drawn_in_the_parent() -> None:
 
 
 def test_ranks_are_reused_single_threaded_and_seeded_again() -> None:
-    first, second = run_ranks(report_process, 3), run_ranks(report_process, 3)
+    with RankPool() as pool:  # of its own: one that is worn by earlier tests starts anew
+        first, second = (pool.run(report_process, 3) for _ in range(2))
     assert first == second
     assert len({pid for pid, *_ in first}) == 3
     assert {(threads, seed) for _, threads, seed, _ in first} == {(1, 0)}

@@ -37,6 +37,7 @@ from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.algorithm import StatesName
 from vfsdp_optim.groups import param_groups
 from vfsdp_optim.muon import Muon
+from vfsdp_optim.plan import OptimizerPlan
 from vfsdp_optim.shampoo import Shampoo
 from vfsdp_optim.soap import SOAP
 from vfsdp_optim.testing.differences import Difference, Tolerance, compare_pieces
@@ -311,8 +312,10 @@ def _timed(train: Callable[[], float], device: torch.device) -> tuple[float, flo
 
 
 def _plan_hash(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    plan = getattr(optimizer, "plan", None)
-    text = layout_of(model).to_json() + (str(plan()) if callable(plan) else "")
+    make_plan = getattr(optimizer, "plan", None)
+    plan = make_plan() if callable(make_plan) else ""
+    shared = plan.of_all_ranks() if isinstance(plan, OptimizerPlan) else plan
+    text = layout_of(model).to_json() + str(shared)
     return hashlib.blake2b(text.encode(), digest_size=4).hexdigest()
 
 
