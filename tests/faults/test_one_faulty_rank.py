@@ -91,3 +91,9 @@ def test_every_fault_at_every_moment_is_a_row_of_the_table() -> None:
 def _waited_for(error: str) -> str:
     waited = error.removeprefix("WaitFailed: ").split(" did not complete")[0]
     return re.sub(r"bucket '.*'", "bucket '...'", re.sub(r"\d+ elements", "... elements", waited))
+
+
+def test_table_of_faults_has_every_moment_fault_and_mesh() -> None:
+    rows = [line.split(" | ")[:3] for line in TABLE.read_text().splitlines()]
+    found = {(a.removeprefix("| "), b, c) for a, b, c in (row for row in rows if len(row) == 3)}
+    assert found >= set(itertools.product(MOMENTS, ("kill", "stop", "raise"), ("1-D", "2-D")))
