@@ -35,8 +35,8 @@ ORDER = {
         "fully_shard"
     ).split(),
     "vfsdp_optim": (
-        "algorithm parameters states step checkpoint newton_schulz matrix_roots plan "
-        "optimizer fused_adam adamw_update adamw matrix_optimizer qk_clip muon blocked "
+        "update_rms algorithm parameters states step checkpoint newton_schulz matrix_roots "
+        "plan optimizer fused_adam adamw_update adamw matrix_optimizer qk_clip muon blocked "
         "shampoo soap output_heads group_overrides groups __init__ capacity testing __main__"
     ).split(),
     "vfsdp_optim.parameters": ["group", "param_shard", "given"],
