@@ -4,7 +4,7 @@
 python := .venv/bin/python
 export PYTHON TORCH
 
-.PHONY: help setup train plan test deep docs check direction format lint types fmt bench benchplan clean
+.PHONY: help setup train plan test deep soak docs check direction format lint types fmt bench benchplan clean
 
 help:
 	@sed -n 's/^\([a-z]*\):.*## /make \1	/p' $(MAKEFILE_LIST)
@@ -23,6 +23,9 @@ test: setup ## the whole suite and the doctests, two files at a time
 
 deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)
+
+soak: setup ## training through random faults for MINUTES=5, compared bit by bit
+	$(python) tests/faults/soak.py --minutes $(or $(MINUTES),5) $(ARGS)
 
 docs: setup ## write docs/fsdp2-calls.md and docs/faults.md anew from the tests that make them
 	VFSDP_WRITE_DOCS=1 $(python) -m pytest -q tests/docs/test_fsdp2_calls.py tests/faults

@@ -443,7 +443,6 @@ class Bucket:
                 members = self._members[segment]
                 seen = {self.parameters[i].index for i in members if i in self._seen}
                 self.buffers[segment].complete_slots(seen, numbers)
-                self.wishes.scale(self.buffers[segment], self.groups)
             means.append(slots.reduce(self.transport, self.workspace, event))
         borrowed = [slots.release() for slots in self._slots]
         self._reduction = Reduction(
@@ -470,6 +469,7 @@ class Bucket:
         for slots, mean in zip(self._slots, reduction.means, strict=True):
             if mean is not None:
                 mean.wait(self._what)
+                self.wishes.divide(mean)
                 for segment, first in zip(slots.segments, slots.first_columns, strict=False):
                     self._write_sharded_grads(segment, mean, first, reduction)
         for borrowed in reduction.borrowed:

@@ -318,10 +318,6 @@ class DistributedBuffer:
                 target.zero_()
         slots[:, self._proof].copy_(columns(numbers, slots.dtype, slots.device))
 
-    def scale_slots(self, factor: float) -> None:
-        """Multiply all addends, not what travels beside them."""
-        self._slots()[:, : self.plan.shard_numel].mul_(factor)
-
     def proof(self) -> Tensor:
         """Return (NUMEL,), the proofs of all ranks after their sum."""
         return self.reduced()[self._proof]

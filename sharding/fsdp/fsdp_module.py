@@ -249,6 +249,7 @@ class FSDPModule(torch_fsdp.FSDPModule):
                 f"set_gradient_divide_factor: expected a positive number, got {factor!r}; "
                 f"the number of ranks gives averages, 1 sums"
             )
+        self.set_force_sum_reduction_for_comms(True)
         for bucket in self._buckets(recurse=False):
             bucket.wishes.divide_factor = float(factor)
             text = f"gradients divided by {factor!r}"
@@ -261,9 +262,10 @@ class FSDPModule(torch_fsdp.FSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Have the backend sum, where it would average; the division follows."""
         for bucket in self._buckets(recurse=False):
-            bucket.transport.sums_only = enable
+            sums_only = enable or bucket.wishes.divide_factor is not None
+            bucket.transport.sums_only = sums_only
             if bucket.replicas is not None:
-                bucket.replicas.transport.sums_only = enable
+                bucket.replicas.transport.sums_only = sums_only
 
     def set_all_reduce_hook(
         self, hook: Callable[[Tensor], object] | None, *, stream: object = None
@@ -296,7 +298,8 @@ class FSDPModule(torch_fsdp.FSDPModule):
         "set_allocate_memory_from_process_group_for_comm", _OWN_TRANSPORT
     )
     set_reduce_scatter_max_input_buffers = _unsupported(
-        "set_reduce_scatter_max_input_buffers", "two reductions are in flight at most"
+        "set_reduce_scatter_max_input_buffers",
+        "two reductions are in flight at most, of large buckets one",
     )
     set_unshard_in_backward = _unsupported(
         "set_unshard_in_backward", "backward needs the parameters"

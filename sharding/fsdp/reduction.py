@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Protocol
 
 import torch
@@ -29,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from sharding.fsdp.buffer import DistributedBuffer, Workspace
+from sharding.fsdp.buffer import Workspace
 from sharding.fsdp.proofs import Numbers
 from sharding.transport.axes import replicate_group
 from sharding.transport.collectives import PendingMean, Transport, next_tag
@@ -126,11 +125,11 @@ class ReductionWishes:
     divide_factor: float | None = None  # of the sum over all ranks; None for their number
     hook: Callable[[Tensor], object] | None = None  # gets reduced gradients, and may write them
 
-    def scale(self, buffer: DistributedBuffer, groups: Sequence[dist.ProcessGroup]) -> None:
-        """Have the average of the addends be the wanted fraction of their sum."""
+    def divide(self, mean: PendingMean) -> None:
+        """Have the mean be the wanted fraction of the sum: one division, of the sum, so that 1
+        gives the sum's bits on any number of ranks."""
         if self.divide_factor is not None:
-            ranks = prod(dist.get_world_size(group) for group in groups)
-            buffer.scale_slots(ranks / self.divide_factor)
+            mean.divide_by(self.divide_factor)
 
     def show(self, mean: PendingMean, first: int, numel: int) -> None:
         """Call the hook with one segment's part of a mean."""
@@ -189,8 +188,8 @@ class Replicas:
             )
 
     def _with_kept(
-        self, totals: Sequence[tuple[Tensor, int] | None], reduction: Reduction
-    ) -> list[tuple[Tensor, int] | None]:
+        self, totals: Sequence[tuple[Tensor, float] | None], reduction: Reduction
+    ) -> list[tuple[Tensor, float] | None]:
         """Return the sums of the first step, with what earlier reductions kept added."""
         kept, self._kept = self._kept, None
         if kept is None:

@@ -238,7 +238,7 @@ class Transport:
         return numel * self.world_size if self.pairwise else 0
 
     def all_reduce_(
-        self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: int, event: str
+        self, addend: Tensor, workspace: Tensor | None, tag: int, divisor: float, event: str
     ) -> PendingMean:
         """Start the average over ranks of `addend / divisor`; the same bits on every rank.
 
@@ -269,7 +269,7 @@ class PendingMean:
 
     __slots__ = ("_addends", "_divisor", "_pending", "_total")
 
-    def __init__(self, pending: Pending, addends: list[Tensor], divisor: int) -> None:
+    def __init__(self, pending: Pending, addends: list[Tensor], divisor: float) -> None:
         self._pending = pending
         self._addends = addends
         self._divisor = divisor
@@ -280,12 +280,16 @@ class PendingMean:
         self._pending.wait(what)
         self._total, self._addends = self._sum_in_rank_order(), []
 
+    def divide_by(self, divisor: float) -> None:
+        """Be another fraction of the sum; of a transport that only sums."""
+        self._divisor = divisor
+
     def part(self, first: int, numel: int) -> Tensor:
         """Return (numel,), a part of the mean, which `write_into` writes as the caller leaves
         it."""
         if self._total is None:
             raise RuntimeError("a mean is looked at before its reduction was waited for")
-        if self._divisor > 1:
+        if self._divisor != 1:
             self._total.div_(self._divisor)
             self._divisor = 1
         return self._total[first : first + numel]
@@ -302,13 +306,13 @@ class PendingMean:
             raise RuntimeError("a mean is written before its reduction was waited for")
         part = self._total[first : first + out.numel()]
         if accumulate:
-            out.add_(part.div_(self._divisor) if self._divisor > 1 else part)
-        elif self._divisor > 1:
+            out.add_(part.div_(self._divisor) if self._divisor != 1 else part)
+        elif self._divisor != 1:
             torch.div(part, self._divisor, out=out)
         else:
             out.copy_(part)
 
-    def take_sum(self, what: str) -> tuple[Tensor, int]:
+    def take_sum(self, what: str) -> tuple[Tensor, float]:
         """Return the sum in rank order, of at least fp32 where ranks were added, and its
         divisor."""
         self._pending.wait(what)

@@ -112,3 +112,15 @@ def test_the_next_forward_waits_for_the_event_after_the_optimizer():
         net(torch.ones(1, 300))
         found.append(event.waited)
     assert found == [1, 1]
+
+
+@on_ranks(3)
+def test_factor_of_one_gives_the_bits_of_the_sum_on_three_ranks() -> None:
+    """Of one gradient and zeros: scaled by 3 and averaged, a third of its elements would differ."""
+    net = sharded(None)
+    x = torch.randn(1, 300, generator=torch.Generator().manual_seed(0))
+    for module in (net, net.inner):
+        module.set_gradient_divide_factor(1)
+    (net(x) * (dist.get_rank() == 0)).backward()
+    expected = x.expand(net.outer.weight.shape[0], -1)
+    assert torch.equal(net.outer.weight.grad.full_tensor(), expected)
