@@ -1,13 +1,23 @@
 """Optimizers that declare the structure they need, on plain tensors and on shards alike."""
 
-from sharding import (
-    FSDPModule,
-    FullMatrix,
-    MixedPrecisionPolicy,
-    fully_shard,
-    layout,
-    load_full_state_dict,
-)
+try:
+    from sharding import (
+        FSDPModule,
+        FullMatrix,
+        MixedPrecisionPolicy,
+        fully_shard,
+        layout,
+        load_full_state_dict,
+    )
+except ImportError as error:
+    if error.name != "sharding":
+        raise
+    raise ImportError(
+        f"vfsdp_optim: expected its own package `sharding`, got {error.path}, which hides it; "
+        "rename that module, or start Python where it is not the first on sys.path",
+        name="sharding",
+        path=error.path,
+    ) from error
 from vfsdp_optim.adamw import AdamW
 from vfsdp_optim.algorithm import Precision
 from vfsdp_optim.groups import param_groups

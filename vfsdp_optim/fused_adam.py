@@ -51,11 +51,13 @@ def fused_adam(
     made NaN after it, which reaches the weights in the next step.
 
     Raises:
+        ImportError: bitsandbytes cannot be imported; nothing of the run has changed.
         RuntimeError: tensors that the kernel would read wrongly; it does not check itself.
 
     References: https://github.com/bitsandbytes-foundation/bitsandbytes/blob/0.50.2/csrc/kernels.cu
         (kOptimizerStatic8bit2StateBlockwise)
     """
+    _register()
     mean, square = run.states["exp_avg"], run.states["exp_avg_sq"]
     assert isinstance(mean, BlockState), "see can_fuse"
     assert isinstance(square, BlockState), "see can_fuse"
@@ -77,6 +79,19 @@ def fused_adam(
     rule.close(run.param, weights, (), scratch)
 
 
+def _register() -> None:
+    """Register the operator; late, because it takes seconds and CPUs do without."""
+    try:
+        import bitsandbytes  # noqa: F401
+    except ImportError as error:
+        raise ImportError(
+            "8-bit states of AdamW on CUDA are updated by a kernel of bitsandbytes, which cannot "
+            f"be imported ({error}); install bitsandbytes, or choose states='32bit'",
+            name=error.name,
+            path=error.path,
+        ) from error
+
+
 def _update(
     weights: Tensor,
     grad: Tensor,
@@ -87,9 +102,6 @@ def _update(
     betas: tuple[float, float],
     eps: float,
 ) -> None:
-    # Registers the operator; late, because it takes seconds.
-    import bitsandbytes  # noqa: F401
-
     for start in range(0, weights.numel(), _LONGEST):
         stop = min(start + _LONGEST, weights.numel())
         m, v = mean.narrow(start, stop), square.narrow(start, stop)

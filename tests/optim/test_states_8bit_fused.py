@@ -1,5 +1,6 @@
 """The fused update of 8-bit AdamW, with the CPU operator in the place of the CUDA one; padding."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -40,6 +41,14 @@ def test_8bit_fused_kernel_is_called_as_the_plain_update(dtype):
     assert padding.numel() == 144
     assert bool((padding == 127).all())
     assert bool((state["exp_avg.codes"].view(-1)[300:310] == 127).all())
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setitem(sys.modules, "bitsandbytes", None)  # as where it is not installed
+        kept = params[1].clone()
+        with pytest.raises(
+            ImportError, match=r"^8-bit states of AdamW on CUDA .*install bitsandby"
+        ):
+            fused_adam(run, Scratch(), **options)
+        assert torch.equal(params[1], kept)
     broken = Run(0, [member], member.open(), grad.view(-1)[:-1], member.states, (), 6)
     with pytest.raises(RuntimeError, match=r"expected contiguous tensors .*other gradient"):
         fused_adam(broken, Scratch(), **options)
