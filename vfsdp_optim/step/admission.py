@@ -5,11 +5,12 @@ A frozen parameter has no state and is never updated: whatever the base under ad
 no rule is asked about it before it trains.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from sharding.planning.structure import Blocks, Demand, Elementwise, Structure
 from vfsdp_optim.algorithm import Algorithm, MatrixAlgorithm
@@ -42,10 +43,11 @@ def admit(
         ValueError: see `check_update`.
         NotImplementedError: see `check_update`.
     """
+    alike: set[Hashable] = set()
     for param, fqn in named(group, where):
         check_not_gathered(param, fqn)
         if has_state(param):
-            check_update(group, param, fqn, algorithm, replicas, max_exchange_bytes)
+            check_update(group, param, fqn, algorithm, replicas, max_exchange_bytes, alike)
     note_format(group, where, has_state)
 
 
@@ -56,8 +58,19 @@ def check_update(
     algorithm: Algorithm,
     replicas: Ranks | None,
     max_exchange_bytes: int,
+    alike: set[Hashable],
 ) -> ParamShard:
     """Return how a parameter that has state lies on this rank, if a step can update it.
+
+    Args:
+        group: complete.
+        param: one of it.
+        fqn: names it in errors.
+        algorithm: of the group.
+        replicas: that hold a copy each of every plain parameter.
+        max_exchange_bytes: memory for matrices that travel.
+        alike: what the group's parameters before were like: the rules are asked about the first
+            of those that are alike; written.
 
     Raises:
         TypeError: the algorithm declares units that nothing would update.
@@ -66,6 +79,11 @@ def check_update(
             flattened parameter where such are needed.
     """
     shard = ParamShard.of(param, fqn, replicas)
+    spec = id(param._spec) if isinstance(param, DTensor) else None  # which equal parameters share
+    like = (spec, param.shape, param.dtype, param.device, fqn in group["keep_32bit"])
+    if like in alike:
+        return shard
+    alike.add(like)
     check_kept(group, shard, fqn)
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")

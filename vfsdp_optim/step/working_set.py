@@ -1,6 +1,6 @@
 """The parameters of an optimizer as a step finds them, with their state. Touches local tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,9 +109,12 @@ def make_working_set(
     for g, group in enumerate(groups):
         algorithm = algorithms[group["algorithm"]]
         note_format(group, f"group {g}", has_state)
+        alike: set[Hashable] = set()
         for param, fqn in named(group, f"group {g}"):
             if has_state(param):
-                shard = check_update(group, param, fqn, algorithm, replicas, max_exchange_bytes)
+                shard = check_update(
+                    group, param, fqn, algorithm, replicas, max_exchange_bytes, alike
+                )
                 old = standing(states, param, fqn)
                 formats = state_formats(algorithm, group, param, fqn, old)
                 rule = weight_rule(group, param)
