@@ -73,7 +73,8 @@ def train(folder=None, steps=STEPS):
     fully_shard(model)
     optimizer = AdamW(decay_groups(model, lr=3e-3), weight_decay=0.1)
     warm_up = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1, total_iters=5)
-    if folder and Path(folder).exists():
+    resumed = bool(folder) and Path(folder).exists()
+    if resumed:
         load(model, optimizer, folder)
     losses = []
     data = torch.Generator().manual_seed(dist.get_rank())
@@ -88,7 +89,7 @@ def train(folder=None, steps=STEPS):
         optimizer.zero_grad()
         warm_up.step()
         losses.append(loss.item())
-    if folder and not Path(folder).exists():
+    if folder and not resumed:
         save(model, optimizer, folder)
     return losses
 
