@@ -5,7 +5,7 @@ Touches local tensors; communicates once to compare plans, and in the exchange o
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, overload
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from sharding.fsdp.many_objects import collector_paused
 from sharding.fsdp.proofs import record_update
+from sharding.fsdp.transforms import uncompiled
 from sharding.planning.structure import Demand
 from vfsdp_optim.algorithm import PRECISION_KEYS, Algorithm, OnNonfinite, chosen_algorithm, spread
 from vfsdp_optim.checkpoint.conversion import converted
@@ -263,7 +264,7 @@ class StructuredOptimizer(torch.optim.Optimizer):
             group.follow(self._algorithms[group["algorithm"]])
         self.param_groups = list(groups)
 
-    @torch.compiler.disable
+    @uncompiled
     def state_dict(self) -> dict[str, Any]:
         """Return state and groups as torch does, of the parameters in groups; dtypes as text.
 
@@ -350,7 +351,11 @@ class StructuredOptimizer(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- step
 
-    @torch.compiler.disable
+    @overload
+    def step(self, closure: None = None) -> None: ...
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+    @uncompiled
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Update the parameters from their gradients; a collective if some are sharded.

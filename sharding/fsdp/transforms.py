@@ -27,6 +27,11 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def uncompiled(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Leave a function out of torch.compile; torch's own decorator hides its type from pyright."""
+    return torch.compiler.disable(function)
+
+
 def in_transform() -> bool:
     """Return whether a transform of torch.func or a dual level of forward-mode AD is open."""
     functorch = torch._C._functorch.peek_interpreter_stack()

@@ -1,6 +1,6 @@
-"""A user's script as type checkers see it: mypy checks it with the packages, and nobody runs it.
+"""A user's script as mypy and pyright see it; nobody runs it.
 
-A comment that ignores an error says that there is one: mypy complains about those it has no use
+A comment that ignores an error says that there is one: both complain about those they have no use
 for.
 """
 
@@ -55,6 +55,8 @@ def train(model: Model, batch: torch.Tensor) -> None:
     loss = nn.functional.cross_entropy(sharded(batch), batch.argmax(-1))
     loss.backward()
     optimizer.step()
+    assert_type(optimizer.step(lambda: 1.0), float)
+    optimizer.load_state_dict(optimizer.state_dict())
     schedule.step()
     assert_type(vfsdp_optim.__version__, str)
     print(optimizer.plan(), vfsdp_optim.layout(sharded), as_module, as_fsdp, of_torch)
