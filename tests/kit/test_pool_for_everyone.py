@@ -67,9 +67,9 @@ def test_without_cloudpickle_the_error_names_the_cure(monkeypatch):
 def test_ranks_serve_all_world_sizes_and_end_with_the_context():
     """Started anew for each, a case at several world sizes would take seconds."""
     with RankPool() as ranks:
-        first = ranks.run(os.getpid, 3)
-        assert list(ranks.pids().values()) == first
-        assert [ranks.run(os.getpid, size) for size in (1, 2, 3)] == [first[:1], first[:2], first]
+        first = {size: ranks.run(os.getpid, size) for size in (3, 1, 2)}
+        assert {size: ranks.run(os.getpid, size) for size in (2, 3, 1)} == first
+        assert list(ranks.pids().values()) == [*first[3], *first[1], *first[2]]
     assert ranks.pids() == {}
 
 

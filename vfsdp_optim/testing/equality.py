@@ -15,7 +15,7 @@ from torch import nn
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference, moves
 from vfsdp_optim.testing.gradients import Gradients, as_gradients
-from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
+from vfsdp_optim.testing.pool import RankError, run_ranks
 from vfsdp_optim.testing.programs import (
     Instruction,
     Load,
@@ -103,7 +103,7 @@ def assert_sharded_equals_unsharded(
     as_gradients(gradients)
     subject = Subject(_model_maker(shapes, model, dtype), make_optimizer)
     instructions = tuple(Step(gradients, seed) for _ in range(steps))
-    unsharded = run_single(run_unsharded, subject, instructions, timeout=timeout)
+    unsharded = run_ranks(run_unsharded, 1, subject, instructions, timeout=timeout)[0]
     if gradients == "random" and not moves(unsharded, tolerance):
         raise ValueError(
             f"expected an optimizer that changes parameters, or one that never steps would equal "
@@ -220,7 +220,7 @@ def find_difference(
     parts = phases(program)
     records = {}
     for path in unsharded_paths(parts):
-        records[path] = run_single(run_unsharded, subject, path, timeout=timeout)
+        records[path] = run_ranks(run_unsharded, 1, subject, path, timeout=timeout)[0]
     unsharded = [
         next(
             record for path, record in records.items() if path[: len(p.whole_path)] == p.whole_path

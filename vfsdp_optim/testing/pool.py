@@ -1,8 +1,8 @@
 """A pool of reused gloo ranks: functions run on every rank, and every failure becomes one report.
 
 Touches processes, pipes and one temporary directory. ``run_ranks(fn, world_size, *args)`` runs a
-function on every rank and returns the results by rank. Ranks are forked once, from a server that
-has torch imported, and serve all world sizes up to the largest one asked for, until they have left
+function on every rank and returns the results by rank. Each world size has ranks of its own, which
+are forked once, from a server that has torch imported, and serve until they have left
 `MOST_GROUPS` process groups. Whatever goes wrong on a rank (an exception, a death, a hang) becomes
 one `RankError` with what every rank was doing and what it printed; the ranks of that call are then
 replaced, because gloo may abort a process whose collectives failed.
@@ -11,8 +11,8 @@ Functions, arguments and results travel by cloudpickle: lambdas, closures, funct
 or of a plain script (no ``if __name__ == "__main__":`` is needed). Without cloudpickle installed,
 only what a rank can import by its name.
 
-Measured on 2 cores: a call costs 0.7 ms at 2 ranks and 1.2 ms at 4; a change of the world size
-about 45 ms, because the ranks form a new group; the first call 1.5 s.
+Measured on 2 cores: a call costs 0.7 ms at 2 ranks and 1.2 ms at 4, also after calls at another
+world size; one after a call that left groups of its own 45 ms more; the first call 1.5 s.
 """
 
 import atexit
@@ -114,6 +114,14 @@ class _Rank:
     log: Path
 
 
+@dataclass(slots=True)
+class _World:
+    """The ranks of one world size, and the file that their present process group meets in."""
+
+    ranks: list[_Rank]
+    store: str = ""  # none yet, or the last call left groups of its own: form a new one
+
+
 class RankPool:
     """Ranks that are started when first needed and reused by later calls; also a context manager.
 
@@ -131,12 +139,9 @@ class RankPool:
 
     def __init__(self, *, grace: float = 5.0) -> None:
         self._grace = grace
-        self._ranks: dict[int, _Rank] = {}
+        self._worlds: dict[int, _World] = {}
         self._dir: Path | None = None
-        self._groups = 0
-        # World size and member pids of the process group that its members still hold.
-        self._group: tuple[int, ...] = ()
-        self._store = ""
+        self._files = 0  # names given out in that directory
 
     def run(
         self, fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 60.0
@@ -157,28 +162,30 @@ class RankPool:
         __tracebackhide__ = True
         if world_size < 1:
             raise ValueError(f"expected a positive world_size, got {world_size!r}")
-        call = self._prepare(fn, world_size, args)
-        for rank in range(world_size):
+        payload = _packed(fn, args)
+        world = self._world(world_size)
+        call = pickle.dumps(_Request(world_size, world.store, list(sys.path), payload))
+        for rank in world.ranks:
             with contextlib.suppress(BrokenPipeError):  # a dead rank is reported by _collect
-                self._ranks[rank].pipe.send_bytes(pickle.dumps(call))
+                rank.pipe.send_bytes(call)
         try:
-            answers, reports, cause = self._collect(world_size, timeout)
+            answers, reports, cause = self._collect(world.ranks, timeout)
         except BaseException:  # Ctrl-C, or a result that the parent cannot unpickle
-            self._replace(world_size)
+            self._stop(world_size, at_once=True)
             raise
         if reports:
-            self._replace(world_size)
+            self._stop(world_size, at_once=True)
             raise RankError(f"{_name(fn)} failed at world size {world_size}: {cause}", reports)
         if any(answer.is_worn for answer in answers.values()):
-            self._stop(list(self._ranks))  # all: none is to be left with a group of ended peers
-            self._group = ()
+            self._stop(world_size)
         elif not all(answer.group_is_clean for answer in answers.values()):
-            self._group = ()
+            world.store = ""
         return [answers[rank].value for rank in range(world_size)]
 
     def close(self) -> None:
         """End all ranks and remove the temporary directory; the pool can be used again."""
-        self._stop(list(self._ranks))
+        for world_size in list(self._worlds):
+            self._stop(world_size)
         if self._dir is not None:
             shutil.rmtree(self._dir, ignore_errors=True)
             self._dir = None
@@ -191,44 +198,47 @@ class RankPool:
         """End the ranks."""
         self.close()
 
-    def pids(self) -> dict[int, int]:
-        """Return the process id of every rank that is alive in the pool."""
-        return {rank: member.process.pid for rank, member in self._ranks.items()}
+    def pids(self) -> dict[tuple[int, int], int]:
+        """Return the process ids of the ranks in the pool, by world size and rank."""
+        return {
+            (world_size, rank): member.process.pid
+            for world_size, world in self._worlds.items()
+            for rank, member in enumerate(world.ranks)
+        }
 
-    def _prepare(self, fn: Callable[..., Any], world_size: int, args: Sequence[Any]) -> _Request:
-        payload = _packed(fn, args)
+    def _world(self, world_size: int) -> _World:
+        """Return the ranks of a world size, started if there are none, and where they meet."""
         if self._dir is None:
             self._dir = Path(tempfile.mkdtemp(prefix="ranks-"))
-        for rank in range(world_size):
-            if rank not in self._ranks:
-                self._ranks[rank] = self._start(rank)
-        members = (world_size, *(self._ranks[rank].process.pid for rank in range(world_size)))
-        if members != self._group:
-            self._group = members
-            self._groups += 1
-            self._store = str(self._dir / f"group-{self._groups}")
-        return _Request(world_size, self._store, list(sys.path), payload)
+        if world_size not in self._worlds:
+            self._worlds[world_size] = _World([self._start(rank) for rank in range(world_size)])
+        world = self._worlds[world_size]
+        world.store = world.store or self._new_file("group")
+        return world
+
+    def _new_file(self, kind: str) -> str:
+        self._files += 1
+        return f"{self._dir}/{kind}-{self._files}"
 
     def _start(self, rank: int) -> _Rank:
-        assert self._dir is not None, "the directory is made before the first rank"
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when the server imports torch
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         ours, theirs = context.Pipe()
-        log = self._dir / f"rank-{rank}.log"
-        process = context.Process(target=_serve, args=(theirs, rank, str(log)), daemon=True)
+        log = self._new_file("log")
+        process = context.Process(target=_serve, args=(theirs, rank, log), daemon=True)
         with _no_main_module():
             process.start()
         theirs.close()  # so that the death of the rank ends our side of the pipe
-        return _Rank(process, ours, log)
+        return _Rank(process, ours, Path(log))
 
     def _collect(
-        self, world_size: int, timeout: float
+        self, ranks: Sequence[_Rank], timeout: float
     ) -> tuple[dict[int, _Answer], dict[int, str], str]:
         """Wait for all ranks. Returns good answers, reports of the others, and the cause."""
         answers: dict[int, _Answer] = {}
         reports: dict[int, str] = {}
-        waiting: dict[Any, int] = {self._ranks[rank].pipe: rank for rank in range(world_size)}
+        waiting: dict[Any, int] = {member.pipe: rank for rank, member in enumerate(ranks)}
         deadline = time.monotonic() + timeout
         while waiting and (left := deadline - time.monotonic()) > 0:
             ready: list[Any] = multiprocessing.connection.wait(list(waiting), left)
@@ -237,7 +247,7 @@ class RankPool:
                 try:
                     answer = pickle.loads(pipe.recv_bytes())
                 except (EOFError, ConnectionResetError):
-                    answer = _Answer(False, self._describe_death(rank))
+                    answer = _Answer(False, _describe_death(ranks[rank]))
                 if answer.ok:
                     answers[rank] = answer
                     continue
@@ -251,46 +261,44 @@ class RankPool:
         causes.append(f"ranks {hanging} did not finish within {timeout:g} s")
         when = "after another rank failed" if reports else f"after {timeout:g} s"
         for rank in hanging:
-            self._request_stacks(rank)
+            _request_stacks(ranks[rank])
         for rank in hanging:
-            reports[rank] = f"still running {when}, at\n{self._read_stacks(rank)}"
+            reports[rank] = f"still running {when}, at\n{_read_stacks(ranks[rank])}"
         return answers, reports, causes[0]
 
-    def _describe_death(self, rank: int) -> str:
-        member = self._ranks[rank]
-        member.process.join(5)
-        return f"died with exit code {member.process.exitcode}\nits output:\n{_tail(member.log)}"
-
-    def _request_stacks(self, rank: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self._ranks[rank].process.pid, signal.SIGUSR1)  # see _serve
-
-    def _read_stacks(self, rank: int) -> str:
-        """Return the rank's output once the stacks asked for are in it."""
-        for _ in range(40):
-            text = _tail(self._ranks[rank].log)
-            if "most recent call first" in text:
-                time.sleep(0.05)  # the dump is written line by line
-                return _tail(self._ranks[rank].log)
-            time.sleep(0.05)
-        return f"(no stack within 2 s)\n{text}"
-
-    def _replace(self, world_size: int) -> None:
-        self._stop([rank for rank in self._ranks if rank < world_size], at_once=True)
-        self._group = ()
-
-    def _stop(self, ranks: list[int], *, at_once: bool = False) -> None:
-        members = [self._ranks.pop(rank) for rank in ranks]
-        for member in members:
-            member.pipe.close()  # an idle rank leaves by itself
+    def _stop(self, world_size: int, *, at_once: bool = False) -> None:
+        ranks = self._worlds.pop(world_size).ranks
+        for rank in ranks:
+            rank.pipe.close()  # an idle rank leaves by itself
             if at_once:
-                member.process.kill()
-        for member in members:
-            member.process.join(2)
-            if member.process.is_alive():
-                member.process.kill()
-                member.process.join()
-            member.process.close()
+                rank.process.kill()
+        for rank in ranks:
+            rank.process.join(2)
+            if rank.process.is_alive():
+                rank.process.kill()
+                rank.process.join()
+            rank.process.close()
+
+
+def _describe_death(rank: _Rank) -> str:
+    rank.process.join(5)
+    return f"died with exit code {rank.process.exitcode}\nits output:\n{_tail(rank.log)}"
+
+
+def _request_stacks(rank: _Rank) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(rank.process.pid, signal.SIGUSR1)  # see _serve
+
+
+def _read_stacks(rank: _Rank) -> str:
+    """Return the rank's output once the stacks asked for are in it."""
+    for _ in range(40):
+        text = _tail(rank.log)
+        if "most recent call first" in text:
+            time.sleep(0.05)  # the dump is written line by line
+            return _tail(rank.log)
+        time.sleep(0.05)
+    return f"(no stack within 2 s)\n{text}"
 
 
 # -- what travels ---------------------------------------------------------------------------------
@@ -457,9 +465,7 @@ def _run(call: _Request) -> Any:
 
 
 _POOL = RankPool()
-_SINGLE = RankPool()
 atexit.register(_POOL.close)
-atexit.register(_SINGLE.close)
 
 
 def run_ranks(
@@ -473,16 +479,6 @@ def run_ranks(
     return _POOL.run(fn, world_size, *args, timeout=timeout)
 
 
-def run_single(fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> Any:
-    """Return ``fn(*args)`` of a rank that is alone, beside those of `run_ranks`.
-
-    The others keep their process group meanwhile.
-    """
-    __tracebackhide__ = True
-    return _SINGLE.run(fn, 1, *args, timeout=timeout)[0]
-
-
 def close() -> None:
     """End the shared ranks; without it they end with this process."""
     _POOL.close()
-    _SINGLE.close()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from vfsdp_optim.testing.differences import DifferenceError, Tolerance, first_difference, moves
-from vfsdp_optim.testing.pool import RankError, run_ranks, run_single
+from vfsdp_optim.testing.pool import RankError, run_ranks
 from vfsdp_optim.testing.records import PARAM, Record, observe
 from vfsdp_optim.testing.shardings import (
     LayoutChoice,
@@ -97,7 +97,7 @@ def assert_training_matches(
     for world_size in world_sizes:
         _check_batches(loop.batches, world_size)
     tolerance = Tolerance.of(False, atol, rtol)
-    expected, unsharded = run_single(train, loop, None, timeout=timeout)
+    expected, unsharded = run_ranks(train, 1, loop, None, timeout=timeout)[0]
     _check_that_it_moves(unsharded, tolerance)
     for world_size in world_sizes:
         for layout in kinds:
