@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 ORDER = {
     "sharding": ["planning", "transport", "tensor", "checkpoint", "fsdp", "report", "__init__"],
     "sharding.planning": (
-        "cuts granule bounds orders search planner segments turns holders waves ownership "
+        "cuts boxes granule bounds orders search planner segments turns holders waves ownership "
         "structure negotiation plan_file"
     ).split(),
     "sharding.transport": (
@@ -39,7 +39,7 @@ ORDER = {
         "plan optimizer fused_adam adamw_update adamw matrix_optimizer qk_clip muon blocked "
         "shampoo soap output_heads group_overrides groups __init__ capacity testing __main__"
     ).split(),
-    "vfsdp_optim.parameters": ["group", "param_shard", "given"],
+    "vfsdp_optim.parameters": ["group", "tiles", "param_shard", "given"],
     "vfsdp_optim.states": "scratch block_codec formats weights precision unit_states".split(),
     "vfsdp_optim.step": (
         "nonfinite member runs group_runs run_lists units sharded_units admission standing_state "
@@ -62,7 +62,7 @@ PURE = [
     f"{folder}.{name}"
     for folder, names in {
         "sharding.planning": (
-            "cuts granule bounds orders search planner segments turns holders waves ownership"
+            "cuts boxes granule bounds orders search planner segments turns holders waves ownership"
         ),
         "sharding.checkpoint": "names matching optimizer_checks step_folders safetensors_header",
         "vfsdp_optim.capacity": "shapes huggingface parallelism",

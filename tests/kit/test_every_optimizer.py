@@ -182,6 +182,22 @@ def test_optimizer_equals_its_unsharded_self_on_torchs_shards_and_meshes_through
     assert_program_is_exact(OPTIMIZERS[name], program)
 
 
+@pytest.mark.parametrize("name", ["adamw", "muon", "shampoo", "soap"])
+@distributed_examples
+@given(
+    program=step_programs(
+        layouts=("tp", "tp_fsdp", "ep", "ours"),
+        world_sizes=(4, 2, 3),
+        dtypes=("float32", "bfloat16"),
+        checkpoints=CHECKPOINTS,
+    )
+)
+def test_optimizer_equals_its_unsharded_self_on_meshes_of_any_cut_through_any_program(
+    name, program
+):
+    assert_program_is_exact(OPTIMIZERS[name], program)
+
+
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @distributed_examples
 @given(program=step_programs(layouts=("replicated",), dtypes=("float32", "bfloat16")))

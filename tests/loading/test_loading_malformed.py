@@ -326,6 +326,17 @@ def test_8bit_moments_that_a_file_does_not_have_are_no_zeros_in_silence(tmp_path
     ours.load_state_dict(ours.state_dict())
 
 
+@pytest.mark.parametrize("kind", [vfsdp_optim.Shampoo, vfsdp_optim.SOAP])
+def test_early_state_of_matrices_whose_turn_comes_later_is_its_own(kind: type) -> None:
+    """The roots of the second matrix were zeros after the first step, and loading them refused."""
+    net = Net()
+    optimizer = kind([("wide", net.wide), ("w", net.w)])
+    for _ in range(2):
+        net.wide.grad, net.w.grad = torch.ones_like(net.wide), torch.ones_like(net.w)
+        optimizer.step()
+        optimizer.load_state_dict(optimizer.state_dict())
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
 def test_8bit_momentum_that_a_file_does_not_have_is_warned_of(tmp_path: Path) -> None:
     net = Net()

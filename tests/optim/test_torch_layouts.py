@@ -1,5 +1,6 @@
 """Our optimizers on what others laid out: torch's FSDP2, HSDP, DDP and other DTensors."""
 
+import itertools
 import math
 from collections.abc import Callable
 from copy import deepcopy
@@ -22,12 +23,12 @@ from ranks import on_ranks, run_ranks
 from sharding.tensor.ragged_tensor import distribute_ragged
 from small_models import build, loss_of
 from torch_layouts import LAYOUTS, Matrices, cut_like, full, full_tensors, muon_of, step
-from vfsdp_optim import AdamW, Muon, param_groups
+from vfsdp_optim import SOAP, AdamW, Muon, Shampoo, fully_shard, param_groups
 from vfsdp_optim.testing.shardings import random_placements
 from vfsdp_optim.testing.wire import wire_bytes
 
 SIZES = [(64, 64), (128, 64), (256, 64), (64, 128)] * 3
-R, S0 = Replicate(), Shard(0)
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
 def collectives(function: Callable[[], object]) -> int:
@@ -50,7 +51,8 @@ def costs_of_a_step(layout: str) -> tuple[int, float, int, int, int]:
 
 
 @pytest.mark.parametrize(
-    ("layout", "world_size"), [("fsdp2", 2), ("hsdp", 4), ("ours_hsdp", 4), ("replicated", 3)]
+    ("layout", "world_size"),
+    [("fsdp2", 2), ("hsdp", 4), ("ours_hsdp", 4), ("replicated", 3), ("boxes", 4)],
 )
 def test_muon_step_computes_each_matrix_once_and_moves_the_least(layout, world_size):
     """VeOmni#1011: an HSDP mesh made each step gather every parameter, unnoticed."""
@@ -58,7 +60,8 @@ def test_muon_step_computes_each_matrix_once_and_moves_the_least(layout, world_s
     numel = sum(m * n for m, n in SIZES)
     waves = results[0][3]
     # To owners from the other rank of the same copy, and back to all that are not the owner.
-    least = {"fsdp2": numel, "hsdp": 2 * numel, "replicated": 2 * numel}.get(layout, 0) * 4
+    least = {"fsdp2": numel, "hsdp": 2 * numel, "replicated": 2 * numel, "boxes": 1.5 * numel}
+    least = least.get(layout, 0) * 4
     if layout == "ours_hsdp":  # some matrices lie whole on a rank of each replica, and return once
         least = results[0][2]
         assert numel * 4 < least < 2 * numel * 4
@@ -84,7 +87,7 @@ def test_adamw_communicates_nothing():
         optimizer = AdamW(model.named_parameters(), process_group=group)
         step(optimizer, 1)
         counts.append(collectives(optimizer.step))
-    assert counts == [0, 0, 0, 0]
+    assert counts == [0] * len(LAYOUTS)
 
 
 SHAPES = [(7, 5), (2, 9), (16, 4), (1, 12)]
@@ -97,6 +100,13 @@ EXACT: list[tuple[tuple[int, ...], tuple[Placement, ...]]] = [
     ((2, 2), (S0, S0)),
     ((2, 1, 2), (R, Shard(1), S0)),
     ((1, 2, 2), (S0, S0, R)),
+    ((3,), (S1,)),
+    ((2, 2), (S0, S1)),
+    ((2, 2), (S1, S0)),
+    ((2, 2), (R, S1)),
+    ((2, 2), (S1, R)),
+    ((2, 2), (S1, S1)),
+    ((2, 1, 2), (S1, R, S0)),
 ]
 
 
@@ -132,7 +142,7 @@ def train_with_all(cases: list[Any]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("world_size", [3, 4])
-def test_muon_keeps_its_bits_on_every_placement_that_cuts_ranges(world_size):
+def test_muon_keeps_its_bits_however_axes_cut_its_matrices(world_size):
     params = [nn.Parameter(w) for w in full_tensors(SHAPES, 0)]
     expected = train(Muon(named(params), lr=0.1), params)
     cases = [case for case in EXACT if math.prod(case[0]) == world_size]
@@ -141,33 +151,65 @@ def test_muon_keeps_its_bits_on_every_placement_that_cuts_ranges(world_size):
             assert all(map(torch.equal, result, expected)), case
 
 
-@on_ranks(4)
-def test_adamw_runs_beside_tensor_parallelism():
+def tensor_parallel(shard: Callable[..., Any]) -> tuple[nn.Module, nn.Module]:
+    """A model on a fully_shard over tensor parallelism, and itself in one process."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 8))
     alone = deepcopy(model)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
-    torch_fsdp.fully_shard(model, mesh=mesh["dp"])
+    shard(model, mesh=mesh["dp"])
     assert len({p.placements for p in model.parameters()}) == 3
-    optimizer = AdamW(model.named_parameters(), lr=0.1)
-    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    return model, alone
+
+
+def differences_in_training(
+    model: nn.Module,
+    alone: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    reference: torch.optim.Optimizer,
+) -> list[float]:
+    """Largest differences after steps by the gradients of the sharded model, and a load."""
     for (x,) in (full_tensors([(4, 8)], seed) for seed in range(3)):
         model(x).square().sum().backward()
         for theirs, ours in zip(alone.parameters(), model.parameters(), strict=True):
             theirs.grad = full(ours.grad)
         optimizer.step()
         optimizer.zero_grad()
+        optimizer.load_state_dict(optimizer.state_dict())
         reference.step()
-    optimizer.load_state_dict(optimizer.state_dict())
     pairs = zip(model.parameters(), alone.parameters(), strict=True)
-    assert [float((full(a) - b).detach().abs().max()) for a, b in pairs] == [0.0] * 4
+    return [float((full(a) - b).detach().abs().max()) for a, b in pairs]
+
+
+@on_ranks(4)
+def test_adamw_runs_beside_tensor_parallelism():
+    model, alone = tensor_parallel(torch_fsdp.fully_shard)
+    optimizer = AdamW(model.named_parameters(), lr=0.1)
+    reference = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    assert differences_in_training(model, alone, optimizer, reference) == [0.0] * 4
+
+
+def groups_by_dim(model: nn.Module) -> list[dict[str, Any]]:
+    params = list(model.named_parameters())
+    matrices = [(name, param) for name, param in params if param.dim() == 2]
+    others = [(name, param) for name, param in params if param.dim() != 2]
+    return [{"params": matrices}, {"params": others, "algorithm": "adamw"}]
+
+
+@on_ranks(4)
+def test_optimizers_of_matrices_run_on_fully_shard_over_tensor_parallelism():
+    """torchtitan#4122: whole matrices are put together from columns and strided rows of ranks."""
+    shards = torch_fsdp.fully_shard, fully_shard
+    for kind, shard in itertools.product((Muon, Shampoo, SOAP), shards):
+        model, alone = tensor_parallel(shard)
+        optimizer, reference = (kind(groups_by_dim(m), lr=0.1) for m in (model, alone))
+        assert differences_in_training(model, alone, optimizer, reference) == [0.0] * 4, kind
 
 
 def refuse() -> list[str]:
     mesh, errors = init_device_mesh("cpu", (2,)), []
     for make, placement in (
-        (Muon, Shard(1)),
         (Muon, _StridedShard(0, split_factor=2)),
         (Muon, Partial()),
         (AdamW, Partial()),
@@ -185,16 +227,12 @@ def refuse() -> list[str]:
 
 def test_other_placements_are_refused_by_name_with_cures():
     ours, theirs = run_ranks(refuse, 2)
-    assert ours[:4] == theirs[:4]
-    columns, strided, partial_sums, partial_too, uneven = ours
-    for error in (columns, strided):
-        assert error.startswith("layer.w: matrices of a parameter with placements (")
-        assert "no ranges of rows" in error
-        assert "Shard(0) or Replicate()" in error
-        assert "vfsdp_optim.fully_shard" in error
-        assert 'algorithm="adamw"' in error
-    assert "Shard(dim=1)" in columns
-    assert "_StridedShard" in strided
+    assert ours[:3] == theirs[:3]
+    strided, partial_sums, partial_too, uneven = ours
+    assert strided.startswith("layer.w: matrices of a parameter with placements (_StridedShard(")
+    assert "not known which rank holds which elements" in strided
+    assert "Replicate(), Shard(dim) or RaggedShard on neighbouring axes" in strided
+    assert 'algorithm="adamw"' in strided
     assert partial_sums == partial_too
     assert "layer.w: a parameter with placements (Partial(sum),) is a sum over ranks" in partial_too
     assert "layer.w: expected 6 elements on this rank" in uneven

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from sharding.tensor.ragged_tensor import RaggedDTensor, distribute_ragged
 from vfsdp_optim import Muon, fully_shard
@@ -41,6 +41,17 @@ def on_our_hsdp(model: nn.Module) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
+def in_boxes(model: nn.Module) -> nn.Module:
+    """Rows over one axis of a mesh and columns over the other."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2))
+    for module in model.modules():
+        for name, param in list(module._parameters.items()):
+            placements = [Shard(0), Shard(1) if param.dim() > 1 else Replicate()]
+            cut = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+            module._parameters[name] = nn.Parameter(cut)
+    return model
+
+
 def replicated(model: nn.Module) -> nn.Module:
     return model
 
@@ -49,6 +60,7 @@ LAYOUTS: dict[str, Callable[[nn.Module], nn.Module]] = {
     "fsdp2": on_fsdp2,
     "hsdp": on_hsdp,
     "ours_hsdp": on_our_hsdp,
+    "boxes": in_boxes,
     "replicated": replicated,
 }
 

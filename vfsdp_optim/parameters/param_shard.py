@@ -8,16 +8,15 @@ Plain: this rank has all of it. With a process group of replicas so has every ra
 matrices are divided over them. RaggedDTensor: a range of the flattened parameter, a view of a flat
 buffer. DTensor of torch: a range too where leading rows are cut (`Shard(0)`) or nothing is
 (`Replicate`), on meshes of any number of axes; ranks that differ on a replicated axis alone hold
-copies. Of any other DTensor only the elements on this rank are known, which is all that an
-element-wise update needs: it has no `bounds`, and no matrices.
+copies. Where axes cut other dims too (tensor and expert parallelism), or torch's strided shards
+divide the pieces of later axes, every shard is a box: it has no `bounds`. Of any other DTensor only
+the elements on this rank are known, which is all that an element-wise update needs: no matrices.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,19 +28,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.planning.cuts import PieceRuns, piece_runs
+from sharding.planning.boxes import Boxes, parts_by_shard
+from sharding.planning.cuts import PieceRuns, held_parts
 from sharding.planning.holders import Grid
-from sharding.tensor.placement import RaggedShard
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.backends import main_device_type
+from vfsdp_optim.parameters.tiles import Range, tiles_of
 
 # Groups made for meshes of several axes: default group -> global ranks -> group.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _groups = WeakKeyDictionary()
 _ids_of_meshes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
 _lines: WeakKeyDictionary[dist.ProcessGroup, DeviceMesh] = WeakKeyDictionary()
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,11 +146,13 @@ class ParamShard:
     Attributes:
         param: what the user passed.
         ranks: those that hold it; None where only this process is known to.
-        grid: `ranks` as copies and shards; None without them, and where `bounds` is None.
+        grid: `ranks` as copies and shards; None without them, and where shards are unknown.
         all_bounds: by shard, its range of the flattened parameter; they tile it. None where shards
             are no ranges.
         bounds: of this rank.
         runs: the sizes of the ranges, and of how many shards in a row; () where there are none.
+        boxes: what shards are that are no ranges; None where they are, and where they are unknown.
+        shard: of this rank; 0 where shards are unknown.
     """
 
     param: Tensor
@@ -161,6 +161,8 @@ class ParamShard:
     all_bounds: Sequence[Range] | None
     bounds: Range | None
     runs: PieceRuns
+    boxes: Boxes | None = None
+    shard: int = 0
 
     @staticmethod
     def of(param: Tensor, fqn: str, replicas: Ranks | None = None) -> ParamShard:
@@ -196,33 +198,74 @@ class ParamShard:
             ranks = Ranks.of_mesh(mesh)
         except NotImplementedError as error:
             raise NotImplementedError(f"{fqn}: {error}") from None
-        tiles = _tiles(placements, mesh.shape, tuple(coordinate), param.shape)
+        tiles = tiles_of(placements, mesh.shape, tuple(coordinate), param.shape)
         if tiles is None:
             return ParamShard(param, ranks, None, None, None, ())
-        grid, all_bounds, (start, stop), runs = tiles
-        if param._local_tensor.numel() != stop - start:
+        if param._local_tensor.numel() != tiles.numel:
             raise NotImplementedError(
-                f"{fqn}: expected {stop - start} elements on this rank for placements "
+                f"{fqn}: expected {tiles.numel} elements on this rank for placements "
                 f"{placements} of shape {tuple(param.shape)} (cut as torch.chunk does), got "
                 f"{param._local_tensor.numel()}; shard the model with vfsdp_optim.fully_shard"
             )
-        return ParamShard(param, ranks, grid, all_bounds, (start, stop), runs)
+        grid, all_bounds, shard = tiles.grid, tiles.all_bounds, tiles.shard
+        bounds = None if all_bounds is None else all_bounds[shard]
+        return ParamShard(param, ranks, grid, all_bounds, bounds, tiles.runs, tiles.boxes, shard)
+
+    def check_has_units(self, fqn: str) -> None:
+        """Check that it is known which ranks hold what of a unit.
+
+        Raises:
+            NotImplementedError: it is not.
+        """
+        if self.all_bounds is None and self.boxes is None:
+            raise NotImplementedError(
+                f"{fqn}: matrices of a parameter with placements {_placed(self.param)} on "
+                f"{self._mesh!r} are not supported, because it is not known which rank holds which "
+                "elements of them; shard it by Replicate(), Shard(dim) or RaggedShard on "
+                "neighbouring axes (strided shards where sizes divide evenly), or put it into a "
+                'group with algorithm="adamw"'
+            )
 
     def check_has_ranges(self, fqn: str) -> tuple[Sequence[Range], Range]:
-        """Return `all_bounds` and `bounds`, which matrices are found by.
+        """Return `all_bounds` and `bounds`, by which elements have an index.
 
         Raises:
             NotImplementedError: shards are no ranges.
         """
         if self.all_bounds is None or self.bounds is None:
-            mesh = self.param.device_mesh if isinstance(self.param, DTensor) else None
             raise NotImplementedError(
-                f"{fqn}: matrices of a parameter with placements {_placed(self.param)} on {mesh!r} "
-                "are not supported, because its pieces are no ranges of rows; shard it by Shard(0) "
-                "or Replicate(), as torch's fully_shard does, or with vfsdp_optim.fully_shard, or "
-                'put it into a group with algorithm="adamw"'
+                f"{fqn}: 8-bit states, rounding by chance and qk_clip of a parameter with "
+                f"placements {_placed(self.param)} on {self._mesh!r} are not supported, because "
+                "its pieces are no ranges of rows; shard it by Shard(0) or Replicate(), as torch's "
+                "fully_shard does, or with vfsdp_optim.fully_shard, or name it in keep_32bit"
             )
         return self.all_bounds, self.bounds
+
+    @property
+    def _mesh(self) -> DeviceMesh | None:
+        return self.param.device_mesh if isinstance(self.param, DTensor) else None
+
+    def held_parts(self, start: int, numel: int) -> list[tuple[int, int, int]]:
+        """Return (shard, start, stop) of what shards hold of a run of the flattened parameter, in
+        the order in which a run is put together; no empty ones, shards ascending."""
+        if self.boxes is None:
+            return held_parts(self.runs, start, start + numel)
+        held, begin = [], 0
+        for part in parts_by_shard(self.boxes, start, numel):
+            held.append((part.shard, begin, begin + part.numel))
+            begin += part.numel
+        return held
+
+    def local_part(self, start: int, numel: int) -> Range:
+        """Return (start, numel) of this rank's elements of a run, among its own."""
+        if self.boxes is None:
+            first, last = self.bounds or (0, 0)
+            low = min(max(start, first), last)
+            return low - first, max(min(start + numel, last), low) - low
+        for part in parts_by_shard(self.boxes, start, numel):
+            if part.shard == self.shard:
+                return part.start, part.numel
+        return 0, 0
 
     @property
     def in_flat_buffer(self) -> bool:
@@ -314,6 +357,9 @@ class ParamShard:
         if self.bounds is not None:
             start, stop = self.bounds
             return value.reshape(-1)[start:stop]
+        if self.boxes is not None:
+            box = self.boxes.box(self.shard)
+            return value[tuple(slice(*indices) for indices in box)].reshape(-1)
         if isinstance(self.param, DTensor) and _is_cut_by_chunks(self.param.placements):
             mesh, placements = self.param.device_mesh, self.param.placements
             cut = distribute_tensor(value, mesh, placements, src_data_rank=None)
@@ -350,80 +396,3 @@ def _placed(tensor: Tensor) -> str:
 
 def _is_cut_by_chunks(placements: Sequence[Placement]) -> bool:
     return all(placement.is_replicate() or type(placement) is Shard for placement in placements)
-
-
-@lru_cache(maxsize=1 << 14)
-def _tiles(
-    placements: tuple[Placement, ...],
-    sizes: tuple[int, ...],
-    coordinate: tuple[int, ...],
-    shape: torch.Size,
-) -> tuple[Grid, Sequence[Range], Range, PieceRuns] | None:
-    """Return grid, all bounds, own bounds and runs of a `ParamShard`; None where shards are no
-    ranges. Parameters that are cut alike share them.
-
-    Args:
-        placements: of a parameter, by axis of its mesh.
-        sizes: of those axes.
-        coordinate: of this rank in the mesh.
-        shape: of the parameter.
-    """
-    cut = [
-        axis
-        for axis, placement in enumerate(placements)
-        if not placement.is_replicate() and sizes[axis] > 1
-    ]
-    tiling = _tiling(shape, [(placements[axis], sizes[axis]) for axis in cut])
-    if tiling is None or (cut and cut != list(range(cut[0], cut[-1] + 1))):
-        return None
-    all_bounds, runs = tiling
-    shards = prod(sizes[axis] for axis in cut)
-    inner = sizes[cut[-1] + 1 :] if cut else ()
-    grid = Grid(shards, prod(sizes) // shards, prod(inner))
-    shard = 0
-    for axis in cut:
-        shard = shard * sizes[axis] + coordinate[axis]
-    return grid, all_bounds, all_bounds[shard], runs
-
-
-def _tiling(
-    shape: torch.Size, cuts: Sequence[tuple[Placement, int]]
-) -> tuple[Sequence[Range], PieceRuns] | None:
-    """Return every shard's range of the flattened parameter and the runs of their sizes; None
-    where shards are no ranges.
-
-    Args:
-        shape: of the parameter.
-        cuts: (placement, size) of the axes of its mesh that cut it, in the order of the mesh.
-    """
-    if not cuts:
-        return [(0, prod(shape))], ((prod(shape), 1),)
-    first = cuts[0][0]
-    if isinstance(first, RaggedShard) and len(cuts) == 1:
-        return first.ranges(prod(shape)), first.piece_runs
-    if not isinstance(first, Shard) or any(placement != first for placement, _ in cuts):
-        return None
-    dim = first.dim % len(shape)
-    if type(first) is not Shard or prod(shape[:dim]) != 1:
-        return None
-    row_numel = prod(shape[dim + 1 :])
-    return _row_ranges(shape[dim], row_numel, tuple(size for _, size in cuts))
-
-
-@lru_cache(maxsize=1024)
-def _row_ranges(
-    rows: int, row_numel: int, sizes: tuple[int, ...]
-) -> tuple[Sequence[Range], PieceRuns]:
-    """Return the same of rows cut by one mesh axis after another; equal parameters share them."""
-    pieces = [(0, rows)]
-    for size in sizes:
-        pieces = [piece for start, stop in pieces for piece in _chunks(start, stop, size)]
-    ranges = tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
-    return ranges, piece_runs(stop - start for start, stop in ranges)
-
-
-def _chunks(start: int, stop: int, count: int) -> list[Range]:
-    """Return `count` ranges as torch.chunk cuts rows: the last ones short or empty."""
-    size = -(-(stop - start) // count)
-    cuts = [min(start + i * size, stop) for i in range(count + 1)]
-    return [(cuts[i], cuts[i + 1]) for i in range(count)]

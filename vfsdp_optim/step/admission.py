@@ -75,8 +75,8 @@ def check_update(
     Raises:
         TypeError: the algorithm declares units that nothing would update.
         ValueError: a dtype, a shape or a matrix that cannot be treated.
-        NotImplementedError: a DTensor with partial sums, or pieces that are no ranges of the
-            flattened parameter where such are needed.
+        NotImplementedError: a DTensor with partial sums, pieces that are no ranges of the
+            parameter where elements need an index, or unknown ones where units are put together.
     """
     shard = ParamShard.of(param, fqn, replicas)
     spec = id(param._spec) if isinstance(param, DTensor) else None  # which equal parameters share
@@ -88,7 +88,7 @@ def check_update(
     if not param.is_floating_point():
         raise ValueError(f"{fqn}: expected a real floating dtype, got {param.dtype}")
     if isinstance(algorithm, MatrixAlgorithm):
-        shard.check_has_ranges(fqn)
+        shard.check_has_units(fqn)
     algorithm.check_param(group, param.shape, fqn)
     structure = usable_structure(algorithm, group, param, fqn)
     if isinstance(algorithm, MatrixAlgorithm):

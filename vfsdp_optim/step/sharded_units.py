@@ -238,11 +238,11 @@ class ShardedMatrices:
         parts = self._exchange.parts(unit)
         like = parts[0][1]
         inputs = job.room(like.dtype, like.device)
-        for start, part in parts:
-            inputs[start : start + part.numel()].copy_(part)
+        for part, piece in job.pieces_of(inputs, parts):
+            part.copy_(piece)
         update = job.update(inputs, self._scratch, skip)
-        for start, result in self._exchange.results(unit):
-            result.copy_(update[start : start + result.numel()])
+        for part, result in job.pieces_of(update, self._exchange.results(unit)):
+            result.copy_(part)
 
     def _apply(self, wave: int, grads: Sequence[Tensor | None], skip: Skip) -> None:
         self._exchange.wait_return(wave)

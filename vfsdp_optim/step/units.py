@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sharding.planning.cuts import held_parts
+from sharding.planning.boxes import places_of_parts
 from sharding.planning.holders import Grid, HeldUnit
 from sharding.planning.ownership import OwnerPlan, plan_owners
 from sharding.planning.structure import Structure, Unit
@@ -116,6 +116,26 @@ class Job:
     def room(self, wire: torch.dtype, device: torch.device) -> Tensor:
         """Return memory for the input of the whole unit, until the next one."""
         return self.scratch.take(self.unit.numel, wire, device, "inputs")
+
+    def pieces_of(
+        self, whole: Tensor, pieces: Iterable[tuple[int, Tensor]]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the elements of each piece in the 1-D tensor of the whole unit, beside the piece.
+
+        Args:
+            whole: of the unit.
+            pieces: (start, elements) of what shards hold, as the exchange counts them.
+        """
+        boxes, start_and_numel = self.member.shard.boxes, (self.unit.start, self.unit.numel)
+        if boxes is None:
+            for start, piece in pieces:
+                yield whole[start : start + piece.numel()], piece
+            return
+        run = whole.view(boxes.run_shape(*start_and_numel))
+        places = places_of_parts(boxes, *start_and_numel)
+        for start, piece in pieces:
+            part = run[places[start]]
+            yield part, piece.view(part.shape)
 
     def write_input(self, grad: Tensor, out: Tensor) -> None:
         """Write the input of the local elements; `grad` is the local gradient of the parameter,
@@ -239,16 +259,14 @@ def make_jobs(
         ordinals: of matrices.
     """
     ordinals = ordinals or Ordinals()
-    _, (first, last) = member.shard.check_has_ranges(member.fqn)
+    member.shard.check_has_units(member.fqn)
     jobs = []
     for number, unit in enumerate(structure.units(member.param.shape)):
-        start = min(max(unit.start, first), last)
-        stop = max(min(unit.start + unit.numel, last), start)
-        numel = stop - start
+        local = member.shard.local_part(unit.start, unit.numel)
         owner = member.owners[number] if member.owners else None
         recurring = algorithm.recurring(group, unit.rows, unit.cols)
         ordinal = ordinals.take(recurring, unit.batch)
-        place = start - first, numel, scratch, number, index, ordinal, owner
+        place = *local, scratch, number, index, ordinal, owner
         jobs.append(Job(member, algorithm, group, structure, unit, *place))
         index += unit.batch
     return jobs
@@ -329,7 +347,7 @@ def plan_jobs(jobs: Sequence[Job], max_exchange_bytes: int) -> OwnerPlan:
                 slot_numel = max(slot_numel, max_exchange_bytes // wire.itemsize)
         if shard.ranks is None:  # never travels
             slot_numel = max(slot_numel, unit.numel)
-        parts = held_parts(shard.runs, unit.start, unit.start + unit.numel)
+        parts = shard.held_parts(unit.start, unit.numel)
         which = job.member.group, job.member.param.shape, job.number
         needs = known.get(which) or known.setdefault(which, cost_and_state_numel(job))
         units.append(held_unit(job, parts, shard.grid, needs))

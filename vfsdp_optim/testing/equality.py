@@ -75,9 +75,9 @@ def assert_sharded_equals_unsharded(
         layouts: "ours" and "ours_hsdp" (vfsdp_optim.fully_shard on 1-D and 2-D meshes),
             "negotiated" ("ours", shaped by what the optimizer declares), "ragged" (cut anywhere),
             "blocks" (cut between blocks of 256), "fsdp2" and "hsdp" (torch's fully_shard on 1-D
-            and 2-D meshes), "replicated" (plain on every rank), several of them, "any" ("ours",
-            "ragged", "fsdp2" and "hsdp"), or one
-            RaggedShard for each parameter.
+            and 2-D meshes), "replicated" (plain on every rank), "tp" (DTensors cut by rows and
+            columns in turn), "tp_fsdp" and "ep" (by both on 2-D meshes), several of them, "any"
+            ("ours", "ragged", "fsdp2" and "hsdp"), or one RaggedShard for each parameter.
         steps: optimizer steps.
         gradients: "random", "sparse", "zero", "missing", "tiny", "huge", "overflow", or
             `(step, name, shape) -> full gradient or None`, the same in every process.

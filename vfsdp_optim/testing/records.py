@@ -197,7 +197,8 @@ def local_piece(value: Tensor, param: Tensor) -> tuple[Tensor, int, tuple[int, .
             value.shape, value.device_mesh, value.placements
         )
         layout = f"{value.placements!r} on mesh {tuple(value.device_mesh.shape)}"
-        if all(length == full for length, full in zip(shape[1:], value.shape[1:], strict=True)):
+        # Not by this rank's shape: full_tensor() is a collective.
+        if all(getattr(placement, "dim", 0) == 0 for placement in value.placements):
             start = offsets[0] * prod(shape[1:]) if value.dim() else 0
             return value.to_local(), start, tuple(value.shape), layout
         return value.full_tensor(), 0, tuple(value.shape), layout

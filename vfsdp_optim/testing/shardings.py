@@ -13,7 +13,8 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from sharding.fsdp.fully_shard import fully_shard
 from sharding.planning.planner import ALIGN
@@ -35,7 +36,12 @@ LAYOUTS = {
     "fsdp2": "torch.distributed.fsdp.fully_shard on a 1-D mesh",
     "hsdp": "torch.distributed.fsdp.fully_shard on a 2-D mesh",
     "replicated": "plain parameters on every rank, as in DistributedDataParallel",
+    "tp": "DTensors cut by columns and rows in turn, as by torch's parallelize_module",
+    "tp_fsdp": "the same on one axis of a 2-D mesh, beside torch's fully_shard on the other",
+    "ep": "DTensors of dim 0 over one axis of a 2-D mesh and dim 1 over the other, as experts",
 }
+# Those of DTensors that are set as they are: nothing runs a forward on them.
+ON_MESHES = ("tp", "tp_fsdp", "ep")
 
 
 def as_layouts(layouts: LayoutChoice | Sequence[LayoutChoice]) -> tuple[LayoutChoice, ...]:
@@ -92,6 +98,8 @@ def shard_model(
         return optimizer
     if layout in ("ours", "ours_hsdp"):
         _fully_shard(model, mesh)
+    elif layout in ON_MESHES:
+        _distribute(model, mesh, str(layout))
     elif layout in ("fsdp2", "hsdp"):
         for block in blocks(model):
             torch_fsdp.fully_shard(block, mesh=mesh)
@@ -105,11 +113,17 @@ def mesh_of(layout: LayoutChoice) -> DeviceMesh:
     """Return the mesh of all ranks that a layout uses."""
     world_size = dist.get_world_size()
     kind = main_device_type(world())
-    if layout not in ("hsdp", "ours_hsdp"):
+    names = {
+        "hsdp": ("replicate", "shard"),
+        "ours_hsdp": ("replicate", "shard"),
+        "tp_fsdp": ("shard", "tensor"),
+        "ep": ("expert", "shard"),
+    }.get(layout if isinstance(layout, str) else "")
+    if names is None:
         return init_device_mesh(kind, (world_size,))
-    replicas = 2 if world_size % 2 == 0 else 1
-    shape = replicas, world_size // replicas
-    return init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard"))
+    two = 2 if world_size % 2 == 0 else 1
+    shape = (world_size // two, two) if layout == "tp_fsdp" else (two, world_size // two)
+    return init_device_mesh(kind, shape, mesh_dim_names=names)
 
 
 def blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -137,13 +151,7 @@ def _fully_shard(
 
 def _cut(model: nn.Module, mesh: DeviceMesh, layout: LayoutChoice) -> None:
     """Replace the parameters by pieces that lie side by side in one flat buffer."""
-    held = {
-        (module, name): param
-        for module in model.modules()
-        for name, param in module._parameters.items()
-        if param is not None
-    }
-    params = list(dict.fromkeys(held.values()))
+    params = list(model.parameters())
     if isinstance(layout, str):
         shapes = [tuple(param.shape) for param in params]
         unit = ALIGN if layout == "blocks" else 1
@@ -156,12 +164,44 @@ def _cut(model: nn.Module, mesh: DeviceMesh, layout: LayoutChoice) -> None:
             f"{len(placements)} of {placements[0].world_size}"
         )
     sharded = _side_by_side([p.detach() for p in params], mesh, placements)
-    new = {
-        old: nn.Parameter(piece, requires_grad=old.requires_grad)
-        for old, piece in zip(params, sharded, strict=True)
+    _replace(model, dict(zip(params, sharded, strict=True)))
+
+
+def _distribute(model: nn.Module, mesh: DeviceMesh, layout: str) -> None:
+    """Replace the parameters by DTensors of torch, cut as one of `ON_MESHES` says."""
+    new: dict[Tensor, Tensor] = {}
+    for number, param in enumerate(model.parameters()):
+        placements = _placements(tuple(param.shape), tuple(mesh.shape), layout, number)
+        new[param] = distribute_tensor(param.detach(), mesh, placements, src_data_rank=None)
+    _replace(model, new)
+
+
+def _placements(
+    shape: tuple[int, ...], sizes: tuple[int, ...], layout: str, number: int
+) -> tuple[Placement, ...]:
+    rows, columns, whole = Shard(0), Shard(1), Replicate()
+    if len(shape) < 2:
+        few = () if layout == "tp" else (rows if shape else whole,)
+        return (*few, whole)
+    if layout == "ep":
+        return rows, columns
+    if layout == "tp":
+        return ((rows, columns)[number % 2],)
+    if number % 2 == 0 and shape[0] % prod(sizes) == 0 and sizes[1] > 1:
+        # torch's fully_shard divides the rows that tensor parallelism left.
+        return _StridedShard(0, split_factor=sizes[1]), rows
+    return rows, columns
+
+
+def _replace(model: nn.Module, new: dict[Tensor, Tensor]) -> None:
+    """Put parameters in place of others, tied ones too."""
+    made = {
+        old: nn.Parameter(tensor, requires_grad=old.requires_grad) for old, tensor in new.items()
     }
-    for (module, name), param in held.items():
-        module._parameters[name] = new[param]
+    for module in model.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                module._parameters[name] = made[param]
 
 
 def _side_by_side(
