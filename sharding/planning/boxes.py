@@ -16,7 +16,9 @@ from itertools import product
 from math import prod
 
 Range = tuple[int, int]
-Cut = tuple[int, int, int]  # (dim, shards along it, pieces that later axes cut before: 1 is usual)
+AxisCut = tuple[
+    int, int, int
+]  # (dim, shards along it, pieces that later axes cut before: 1 is usual)
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +130,7 @@ def places_of_parts(boxes: Boxes, start: int, numel: int) -> dict[int, tuple[sli
 
 
 @lru_cache(maxsize=1024)
-def boxes_of(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> Boxes | None:
+def boxes_of(shape: tuple[int, ...], cuts: tuple[AxisCut, ...]) -> Boxes | None:
     """Return how axes cut a tensor, as torch.chunk does, shards numbered row by row of the axes.
 
     Args:
@@ -159,17 +161,17 @@ def boxes_of(shape: tuple[int, ...], cuts: tuple[Cut, ...]) -> Boxes | None:
             pieces = [
                 (number + k * strides[i], *piece)
                 for number, start, stop in pieces
-                for k, piece in enumerate(chunks(start, stop, sizes[i]))
+                for k, piece in enumerate(chunk_ranges(start, stop, sizes[i]))
             ]
         ranges.append(tuple(pieces))
     return Boxes(tuple(shape), tuple(ranges))
 
 
-def chunks(start: int, stop: int, count: int) -> list[Range]:
+def chunk_ranges(start: int, stop: int, count: int) -> list[Range]:
     """Return `count` ranges as torch.chunk cuts rows: the last ones short or empty.
 
     Example:
-        >>> chunks(0, 5, 4)
+        >>> chunk_ranges(0, 5, 4)
         [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
     size = -(-(stop - start) // count)

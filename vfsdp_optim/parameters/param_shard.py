@@ -28,12 +28,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
 
-from sharding.planning.boxes import Boxes, parts_by_shard
+from sharding.planning.boxes import Boxes, Range, parts_by_shard
 from sharding.planning.cuts import PieceRuns, held_parts
 from sharding.planning.holders import Grid
 from sharding.tensor.ragged_tensor import RaggedDTensor
 from sharding.transport.backends import main_device_type
-from vfsdp_optim.parameters.tiles import Range, tiles_of
+from vfsdp_optim.parameters.tiles import tiles_of
 
 # Groups made for meshes of several axes: default group -> global ranks -> group.
 _groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]

@@ -14,12 +14,10 @@ import torch
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from sharding.planning.boxes import Boxes, boxes_of, chunks
+from sharding.planning.boxes import Boxes, Range, boxes_of, chunk_ranges
 from sharding.planning.cuts import PieceRuns, piece_runs
 from sharding.planning.holders import Grid
 from sharding.tensor.placement import RaggedShard
-
-Range = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +119,6 @@ def _row_ranges(
     """Return the same of rows cut by one mesh axis after another; equal parameters share them."""
     pieces = [(0, rows)]
     for size in sizes:
-        pieces = [piece for start, stop in pieces for piece in chunks(start, stop, size)]
+        pieces = [piece for start, stop in pieces for piece in chunk_ranges(start, stop, size)]
     ranges = tuple((start * row_numel, stop * row_numel) for start, stop in pieces)
     return ranges, piece_runs(stop - start for start, stop in ranges)
