@@ -12,14 +12,14 @@ help:
 setup: ## make .venv and install (instant when nothing changed)
 	@.ci/setup
 
-train: setup ## train a GPT on real text, about 3 minutes on 2 cores
+train: setup ## train a GPT on real text, about 4 minutes on 2 cores
 	$(python) examples/train_gpt.py $(ARGS)
 
 plan: setup ## print the layout of that training and leave
 	$(python) examples/train_gpt.py --plan $(ARGS)
 
 test: setup ## the whole suite and the doctests, two files at a time
-	$(python) -m pytest -q -n 2 --dist loadfile $(ARGS)
+	$(python) -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 deep: setup ## the property tests alone, with 2000 examples each (hours)
 	HYPOTHESIS_PROFILE=deep $(python) -m pytest -q -m hypothesis -o faulthandler_timeout=0 $(ARGS)

@@ -16,9 +16,7 @@ from itertools import product
 from math import prod
 
 Range = tuple[int, int]
-AxisCut = tuple[
-    int, int, int
-]  # (dim, shards along it, pieces that later axes cut before: 1 is usual)
+AxisCut = tuple[int, int, int]  # (dim, shards, pieces that later axes cut before; 1 is usual)
 
 
 @dataclass(frozen=True, slots=True)
