@@ -48,7 +48,7 @@ ORDER = {
     "vfsdp_optim.checkpoint": ["bitsandbytes_states", "values", "saved", "conversion"],
     "vfsdp_optim.capacity": (
         "shapes huggingface model_sources parallelism step_buffers optimizers training_setup "
-        "torch_shards update_scratch matrix_work prediction advice tables picture __init__"
+        "torch_shards update_scratch matrix_work prediction advice tables fitting picture __init__"
     ).split(),
     "vfsdp_optim.testing": (
         "oracle pool gradients shardings records differences programs trial reproduce "

@@ -7,6 +7,8 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,6 +17,13 @@ from rich.progress import Progress as ProgressBar
 from rich.progress import SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from vfsdp_optim.capacity.advice import advise, search_layouts
+from vfsdp_optim.capacity.fitting import (
+    DeviceMemory,
+    Suggestion,
+    coarsest_granule,
+    suggest,
+    verdicts,
+)
 from vfsdp_optim.capacity.model_sources import model_names, read_model
 from vfsdp_optim.capacity.optimizers import OPTIMIZERS, optimizer_name
 from vfsdp_optim.capacity.parallelism import Parallelism, divide
@@ -31,6 +40,7 @@ models: {models}
 
 examples:
   vfsdp plan --model gpt-oss-120b --ranks 8,64,256 --optimizer muon --states 8bit --plot plan.png
+  vfsdp plan --model llama3-70b --suggest --memory 80GiB
   vfsdp plan --model path/to/config.json --ranks 512 --replicate 8 --granularity e128 --suggest
   vfsdp plan --model my_package.model:build --ranks 8 --json plan.json
 
@@ -40,11 +50,19 @@ The last one's file is what fully_shard(block, plan="plan.json") takes.
 
 def _numbers(text: str) -> list[int]:
     try:
-        return [int(part) for part in text.split(",")]
+        return list(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         raise argparse.ArgumentTypeError(
             f"expected numbers of ranks such as 8,64, got {text!r}"
         ) from None
+
+
+def _dtype(text: str) -> str:
+    return {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}.get(text, text)
+
+
+def _optimizer(text: str) -> str:
+    return text if ":" in text else text.lower()
 
 
 _FLAGS: dict[str, dict[str, Any]] = {
@@ -54,22 +72,35 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "file or index (header alone), or of a folder with one; or module:function that returns "
         "an nn.Module",
     ),
-    "--ranks": dict(required=True, type=_numbers, help="numbers of ranks, as in 8,64,1024"),
+    "--ranks": dict(
+        type=_numbers,
+        help="numbers of ranks, as in 8,64,1024; --suggest --memory finds the fewest without it",
+    ),
+    "--memory": dict(
+        help="of a device, as in 80GiB: says whether a rank fits, with a fifth of it left for "
+        "activations"
+    ),
     "--replicate": dict(type=int, default=1, help="copies of the shards (HSDP)"),
     "--tp": dict(type=int, default=1, help="ranks that divide each matrix first"),
     "--ep": dict(type=int, default=1, help="ranks that divide the experts first"),
     "--pp": dict(type=int, default=1, help="stages of a pipeline; the largest is planned"),
     "--optimizer": dict(
+        type=_optimizer,
         default="adamw",
         help=f"{', '.join(OPTIMIZERS)}, or module:Class of an Algorithm or an optimizer of your "
         "own; what is no matrix is left to AdamW where it needs matrices (%(default)s)",
     ),
     "--states": dict(
-        default="32bit", help=f"{' or '.join(STATES)}; 32bit is as wide as the parameters"
+        help=f"{' or '.join(STATES)}; 32bit, the default, is as wide as the parameters; --suggest "
+        "without --ranks tries both",
     ),
-    "--dtype": dict(help="of the parameters; by default the model's"),
-    "--param-dtype": dict(help="of MixedPrecisionPolicy: what is gathered; default: --dtype"),
-    "--reduce-dtype": dict(help="of MixedPrecisionPolicy: gradients; default: --param-dtype"),
+    "--dtype": dict(type=_dtype, help="of the parameters; by default the model's"),
+    "--param-dtype": dict(
+        type=_dtype, help="of MixedPrecisionPolicy: what is gathered; default: --dtype"
+    ),
+    "--reduce-dtype": dict(
+        type=_dtype, help="of MixedPrecisionPolicy: gradients; default: --param-dtype"
+    ),
     "--granularity": dict(
         default="element",
         help="what may not be cut: 'element' (as fully_shard does it, blocks of 256 elements), "
@@ -85,7 +116,10 @@ _FLAGS: dict[str, dict[str, Any]] = {
         help="'separate' or 'fused' experts of a config.json; by default as in the checkpoints"
     ),
     "--backend": dict(default="nccl", help=f"{' or '.join(BACKENDS)} (%(default)s)"),
-    "--suggest": dict(action="store_true", help="search HSDP group sizes and granules"),
+    "--suggest": dict(
+        action="store_true",
+        help="search HSDP group sizes and granules; with --memory, ranks and states too",
+    ),
     "--json": dict(
         nargs="?",
         const="-",
@@ -135,14 +169,25 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plan(args: argparse.Namespace) -> None:
+    memory = None if args.memory is None else DeviceMemory.parse(args.memory)
+    if args.ranks is None and (memory is None or not args.suggest):
+        raise ValueError(
+            "ranks: expected numbers of ranks such as --ranks 8,64, or --suggest --memory 80GiB, "
+            "which find the fewest"
+        )
     setup = _setup(args)
-    parallelisms = [
-        Parallelism(ranks, args.replicate, args.tp, args.ep, args.pp) for ranks in args.ranks
-    ]
+    divided = args.replicate, args.tp, args.ep, args.pp
+    parallelisms = [Parallelism(ranks, *divided) for ranks in args.ranks or (prod(divided),)]
     if args.experts not in (None, "separate", "fused"):
         raise ValueError(f"experts: expected 'separate' or 'fused', got {args.experts!r}")
     model = read_model(args.model, dtype=args.dtype, experts=args.experts)
+    suggestion = None
     with _ProgressLine() as progress:
+        if args.ranks is None and memory is not None:
+            setups = [replace(setup, states=s) for s in STATES if args.states in (None, s)]
+            suggestion = suggest(model, parallelisms[0], setups, memory, progress.tell)
+            setup = suggestion.capacity.setup
+            parallelisms = [suggestion.capacity.model.parallelism]
         capacities = [measure(divide(model, p), setup, progress.tell) for p in parallelisms]
         advice = [advise(model, capacity) for capacity in capacities]
         found = [
@@ -159,8 +204,31 @@ def _plan(args: argparse.Namespace) -> None:
             return
         _write(Path(args.json), text)
     _print(title, model, capacities, advice)
+    console = Console(width=200, soft_wrap=True)
     for parallelism, table in zip(parallelisms, found, strict=False):
-        Console(width=200, soft_wrap=True).print(search_table(parallelism, table))
+        console.print(search_table(parallelism, table))
+    if memory is not None:
+        others = () if suggestion is None else suggestion.others
+        for sentence in verdicts([*capacities, *others], memory):
+            console.print(sentence, highlight=False)
+    if suggestion is not None:
+        console.print(_recommended(suggestion, coarsest_granule(found[0])), highlight=False)
+
+
+def _recommended(suggestion: Suggestion, granule: str | None) -> str:
+    """Return what to pass, in words of this command line."""
+    parallelism = suggestion.capacity.model.parallelism
+    text = (
+        f"suggested: --ranks {parallelism.ranks} --states {suggestion.capacity.setup.states} "
+        f"--replicate {parallelism.replicate}"
+    )
+    if granule is not None:
+        text += f" --granularity {granule}"
+    copies = parallelism.shard_ranks // suggestion.smallest_group
+    if copies > 1:
+        text += f"; HSDP groups of {suggestion.smallest_group} fit too (--replicate "
+        text += f"{copies * parallelism.replicate}), and gather over fewer ranks"
+    return text
 
 
 def _setup(args: argparse.Namespace) -> Setup:
@@ -173,7 +241,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     granularity = Granularity.parse(args.granularity)
     return Setup(
         args.optimizer,
-        args.states,
+        args.states or STATES[0],
         granularity,
         precision,
         args.backend,

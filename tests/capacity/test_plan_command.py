@@ -1,6 +1,7 @@
 """`vfsdp plan` from the command line: what it prints and writes, and what it refuses."""
 
 import json
+import re
 import struct
 import subprocess
 import sys
@@ -114,6 +115,44 @@ def test_suggestions_compare_groups_and_granules(capsys):
     assert "8 (--replicate 32)" in printed
 
 
+def test_fewest_ranks_that_fit_are_suggested_and_plan_as_promised(capsys):
+    """`--suggest --memory` finds ranks, states, granule and groups; the parts say the same."""
+    model = ["--model", "llama3-8b", "--memory"]
+    assert main(["plan", *model, "24GiB", "--suggest"]) == 0
+    printed = capsys.readouterr().out
+    last = printed.splitlines()[-1]
+    found = re.fullmatch(
+        r"suggested: --ranks (\d+) --states (\w+) --replicate 1 --granularity (\w+)"
+        r"(; HSDP groups of \d+ fit too .*)?",
+        last,
+    )
+    assert found is not None, last
+    ranks = int(found[1])
+    assert f"{ranks} ranks, {found[2]} states: fits 24 GiB" in printed
+    assert main(["plan", *model, "24GiB", "--states", found[2], "--ranks", f"{ranks},{ranks}"]) == 0
+    again = capsys.readouterr().out
+    assert again.count(f"{ranks} ranks, {found[2]} states: fits 24 GiB, ") == 1
+    if ranks > 8:
+        assert main(["plan", *model, "24GiB", "--ranks", str(ranks // 2)]) == 0
+        assert "does not fit 24 GiB" in capsys.readouterr().out
+
+
+def test_memory_that_nothing_fits_says_what_is_needed(capsys):
+    arguments = ["--model", "llama3-8b", "--suggest", "--memory"]
+    assert_refused([*arguments, "2GB"], "80% of 2 GB is 1.49 GiB; pass --tp, --pp or", capsys)
+    assert_refused([*arguments, "much"], "memory: expected a size such as 80GiB", capsys)
+    assert_refused(arguments[:3], "ranks: expected numbers of ranks such as --ranks 8,64", capsys)
+    assert_refused([*arguments, "8GB", "--tp", "3"], "ranks: none of 8, 16, 32, 64", capsys)
+
+
+def test_names_are_understood_as_people_write_them(capsys):
+    names = ["--optimizer", "Muon", "--dtype", "bf16", "--reduce-dtype", "fp32", "--ranks", "8,8"]
+    assert main(["plan", "--model", "llama3-8b", *names]) == 0
+    printed = capsys.readouterr().out
+    assert "Muon, 32bit states" in printed
+    assert printed.count("8 x 1") == 1
+
+
 def test_segments_are_reported_with_what_they_save(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["plan", "--model", "gpt-oss-120b", "--ranks", "256", "--granularity", "e128"]
     assert main([*arguments, "--json"]) == 0
@@ -173,7 +212,7 @@ REFUSED = [
     (["--ranks", "8", "--plot", "plan.gif"], "plot: expected a file name ending in .png or .svg"),
     (["--ranks", "8", "--plot", "/no/such/x.png"], "plot: there is no folder '/no/such'"),
     (["--ranks", "8", "--json", "/no/such/x.json"], "json: cannot write '/no/such/x.json'"),
-    ([], "the following arguments are required: --ranks"),
+    ([], "ranks: expected numbers of ranks such as --ranks 8,64, or --suggest"),
     (["--ranks", "8", "--wrong"], "unrecognized arguments: --wrong"),
 ]
 

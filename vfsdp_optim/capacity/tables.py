@@ -43,27 +43,27 @@ def _rows(capacity: Capacity) -> list[tuple[str, str]]:
         ("shards x copies", f"{ranks.shard_ranks:,} x {ranks.replicate}" + _others(ranks)),
         ("padding", f"{capacity.padding:.2%}"),
         ("least with these cuts", f"{capacity.bound:.2%} ({proven})"),
-        ("parameters", _gib(memory.parameters)),
-        ("gradients", _gib(memory.gradients)),
-        ("optimizer states", _gib(memory.states)),
-        ("  of whole units, on owners", _gib(of_units) if of_units else ""),
-        ("unsharded parameters", _gib(memory.unsharded)),
-        ("communication buffers", _gib(memory.communication)),
-        ("exchange slots, scratch", _gib(memory.exchange)),
-        ("bytes per rank", _gib(memory.total)),
-        ("gathered per step", _gib(traffic.gather)),
-        ("reduced per step", _gib(traffic.reduce)),
-        ("averaged over copies", _gib(traffic.replicate) if ranks.replicate > 1 else ""),
-        ("exchanged per step", _gib(traffic.exchange) if capacity.matrices else ""),
+        ("parameters", bytes_text(memory.parameters)),
+        ("gradients", bytes_text(memory.gradients)),
+        ("optimizer states", bytes_text(memory.states)),
+        ("  of whole units, on owners", bytes_text(of_units) if of_units else ""),
+        ("unsharded parameters", bytes_text(memory.unsharded)),
+        ("communication buffers", bytes_text(memory.communication)),
+        ("exchange slots, scratch", bytes_text(memory.exchange)),
+        ("bytes per rank", bytes_text(memory.total)),
+        ("gathered per step", bytes_text(traffic.gather)),
+        ("reduced per step", bytes_text(traffic.reduce)),
+        ("averaged over copies", bytes_text(traffic.replicate) if ranks.replicate > 1 else ""),
+        ("exchanged per step", bytes_text(traffic.exchange) if capacity.matrices else ""),
         (
             "matrix work, busiest / mean",
             "" if capacity.skew is None else f"{capacity.skew:.2f}",
         ),
         ("FSDP2 Shard(0): padding", f"{torch.padding:.2%}"),
-        ("  its states, grads, params", f"{_gib(torch.at_rest)} (here {_gib(fixed)})"),
-        ("  its unsharded parameters", _gib(torch.unsharded)),
-        ("  its communication", _gib(torch.communication)),
-        ("  its bytes per rank", f"{_gib(torch.total)} (here {_gib(memory.total)})"),
+        ("  its states, grads, params", f"{bytes_text(torch.at_rest)} (here {bytes_text(fixed)})"),
+        ("  its unsharded parameters", bytes_text(torch.unsharded)),
+        ("  its communication", bytes_text(torch.communication)),
+        ("  its bytes per rank", f"{bytes_text(torch.total)} (here {bytes_text(memory.total)})"),
     ]
 
 
@@ -74,7 +74,8 @@ def _others(ranks: Parallelism) -> str:
     return f" ({', '.join(parts)})" if parts else ""
 
 
-def _gib(size: int) -> str:
+def bytes_text(size: int) -> str:
+    """Return a size in the unit that suits it."""
     for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20)):
         if size >= factor:
             return f"{size / factor:,.2f} {unit}"
@@ -98,7 +99,7 @@ def search_table(
         for text in granules:
             padding, size = found[group, text]
             mark = "[bold green]" if padding <= 0.02 else ""
-            cells.append(f"{mark}{padding:.2%}, {_gib(size)}")
+            cells.append(f"{mark}{padding:.2%}, {bytes_text(size)}")
         copies = parallelism.shard_ranks // group * parallelism.replicate
         table.add_row(f"{group:,} (--replicate {copies})", *cells)
     return table
