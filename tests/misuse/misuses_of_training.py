@@ -6,7 +6,7 @@ from rows import Scene, step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Shard
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 import vfsdp_optim
 from sharding import RaggedDTensor, RaggedShard
@@ -14,6 +14,7 @@ from sharding.checkpoint.full_state import load_full_state_dict
 from small_models import loss_of, shard
 
 S0 = Shard(0)
+UNEVEN = _StridedShard(0, split_factor=3)  # of pieces that no other axis has cut
 
 
 def shard_late(s: Scene) -> None:
@@ -114,8 +115,8 @@ MISUSES_OF_TRAINING: dict[type[Exception], list[tuple]] = {
             lambda s: vfsdp_optim.AdamW([s.head], fused=True, states="8bit"),
         ),
         (
-            'layer.weight|Shard(dim=1)|vfsdp_optim.fully_shard|algorithm="adamw"',
-            lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(Shard(1)))]),
+            'layer.weight|StridedShard|strided shards where sizes divide evenly|algorithm="adamw"',
+            lambda s: vfsdp_optim.Muon([("layer.weight", foreign_parameter(UNEVEN))]),
         ),
         (
             "layer.weight|Partial|Replicate()",
